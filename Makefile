@@ -1,4 +1,4 @@
-# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | test-real | lint | format
+# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | quick | test | test-experiments | test-faults | test-real | lint | format
 # (You need Python 3.11 or newer with venv, git and make; for torch.compile also g++)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,6 +27,11 @@ SITE_FOLDER ?= build/site
 docs: .venv/installed-docs
 	@$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
 	@echo "open $(SITE_FOLDER)/index.html"
+
+# Write the blocks of the pages that other files already contain (docs/generated.py)
+GENERATED = git grep -lz '^<!-- \[\[\[cog' -- '*.md' | PYTHONPATH=scripts:docs xargs -0 $(BIN)/python -m cogapp -P
+pages: .venv/installed-dev
+	@$(GENERATED) -r --verbosity=1
 
 report: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
@@ -62,6 +67,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/text_checks
+	$(GENERATED) --check --diff --verbosity=1 --check-fail-msg='a page differs from docs/generated.py; run make pages'
 	git ls-files -z '*.sh' .ci/run | xargs -0 -r $(BIN)/shellcheck
 	@# each of these sources job.sh, whose control flow the line above has already analysed
 	git ls-files -z '*.slurm' | xargs -0 -r $(BIN)/shellcheck --extended-analysis=false
@@ -97,4 +103,4 @@ $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
-.PHONY: demo cluster cluster-down preflight gpu-check report docs quick test unit full test-experiments test-faults test-real lint format
+.PHONY: demo cluster cluster-down preflight gpu-check report docs pages quick test unit full test-experiments test-faults test-real lint format

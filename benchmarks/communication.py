@@ -23,6 +23,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, read_result, run_training, versions
@@ -158,13 +159,13 @@ def sent(row: dict) -> float:
     return sum(factor * payload(row, kind) for kind, factor in SENT.items())
 
 
-def page_table(results: dict) -> str:
-    """Table of docs/collectives.md. It omits tensor parallelism and LoRA, which have pages of their own."""
+def page_table(results: dict, strategies: Sequence[str]) -> str:
+    """Return the table of some strategies, for the pages."""
     kinds = ("all-reduce", "reduce", "reduce-scatter", "all-gather")
     columns = ("Strategy", "Accumulation", *(kind.capitalize() for kind in kinds), "Sent")
     lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in results["rows"]:
-        if row["strategy"].startswith(("TP", "LoRA")):
+        if row["strategy"] not in strategies:
             continue
         numbers = [payload(row, kind) for kind in kinds]
         assert abs(sum(SENT[kind] * number for kind, number in zip(kinds, numbers, strict=True)) - sent(row)) < 1e-6

@@ -148,26 +148,27 @@ class DataArguments:
 class Knob(NamedTuple):
     variable: str
     flag: str
-    default: object
+    default: object  # None: computed later
+    meaning: str
 
 
 # Flags of transformers.TrainingArguments, which defines their types and help texts (python scripts/train.py --help)
 TRAINER_KNOBS = (
-    Knob("NUM_EPOCHS", "num_train_epochs", 3),
-    Knob("BATCH_SIZE", "per_device_train_batch_size", 4),
-    Knob("GRAD_ACC", "gradient_accumulation_steps", 4),
-    Knob("LEARNING_RATE", "learning_rate", 5e-5),
-    Knob("WEIGHT_DECAY", "weight_decay", 0.01),
-    Knob("FP16", "fp16", None),  # None: True on a GPU, unless bf16 is given
-    Knob("BF16", "bf16", None),  # None: True on a CPU that supports bf16
-    Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None),
-    Knob("TORCH_COMPILE", "torch_compile", False),
-    Knob("DATA_WORKERS", "dataloader_num_workers", 0),
-    Knob("SAVE_STRATEGY", "save_strategy", "epoch"),
-    Knob("OUTPUT_DIR", "output_dir", None),  # None: output/<job id>
-    Knob("EXPERIMENT_NAME", "run_name", None),  # None: the name of the current folder
-    Knob("REPORT_TO", "report_to", "none"),
-    Knob("HANG_TIMEOUT", "ddp_timeout", 1800),  # seconds
+    Knob("NUM_EPOCHS", "num_train_epochs", 3, "Number of times that each training question is used."),
+    Knob("BATCH_SIZE", "per_device_train_batch_size", 4, "Questions of a micro batch of one rank."),
+    Knob("GRAD_ACC", "gradient_accumulation_steps", 4, "Micro batches of a rank in one optimizer step."),
+    Knob("LEARNING_RATE", "learning_rate", 5e-5, "Learning rate at the start; it falls linearly to 0."),
+    Knob("WEIGHT_DECAY", "weight_decay", 0.01, "Weight decay of AdamW."),
+    Knob("FP16", "fp16", None, "Compute in fp16. Default: True on a GPU, unless bf16 is given."),
+    Knob("BF16", "bf16", None, "Compute in bf16. Default: True on a CPU that supports bf16."),
+    Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None, "Compute activations twice, do not keep them."),
+    Knob("TORCH_COMPILE", "torch_compile", False, "Compile the model with torch.compile."),
+    Knob("DATA_WORKERS", "dataloader_num_workers", 0, "Processes that make batches in advance."),
+    Knob("SAVE_STRATEGY", "save_strategy", "epoch", "When to save a checkpoint: epoch, steps or no."),
+    Knob("OUTPUT_DIR", "output_dir", None, "Folder of the model. Default: output/<job id>."),
+    Knob("EXPERIMENT_NAME", "run_name", None, "Name of the run. Default: the name of the current folder."),
+    Knob("REPORT_TO", "report_to", "none", "Tracker that gets the metrics, such as wandb."),
+    Knob("HANG_TIMEOUT", "ddp_timeout", 1800, "Seconds without progress after which a rank that hangs ends the job."),
 )
 # Flags without a variable whose default differs from that of transformers
 OTHER_DEFAULTS = {
@@ -188,7 +189,10 @@ DEFAULTS_OF_TRANSFORMERS: dict[str, Any] = {
     "seed": 42,
 }
 
-OWN_KNOBS = [Knob(f.metadata["variable"], f.name, f.default) for f in (*fields(ModelArguments), *fields(DataArguments))]
+OWN_KNOBS = [
+    Knob(each.metadata["variable"], each.name, each.default, each.metadata["help"])
+    for each in (*fields(ModelArguments), *fields(DataArguments))
+]
 KNOBS = (*OWN_KNOBS, *TRAINER_KNOBS)
 DEFAULTS: dict[str, Any] = {each.flag: each.default for each in KNOBS}
 

@@ -113,7 +113,7 @@ def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[
     actions = actions_by_flag(parser)
     values = dict(DEFAULTS)
     variables = {}
-    for variable, flag, _ in KNOBS:
+    for variable, flag, *_ in KNOBS:
         text = environment.get(variable, "").strip()
         if not text:
             continue

@@ -92,7 +92,7 @@ def test_every_variable_is_named_in_the_help(capsys):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("Purpose.")
-    assert [variable for variable, _, _ in KNOBS if f"Variable {variable}." not in text] == []
+    assert [variable for variable, *_ in KNOBS if f"Variable {variable}." not in text] == []
 
 
 def test_values_that_follow_from_other_flags():
@@ -110,7 +110,7 @@ def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
 
 def test_recorded_settings_hold_the_knobs_of_the_model_and_each_given_flag():
     settings = parse("--warmup_steps", "5").recorded()
-    assert settings.keys() >= {flag for _, flag, _ in KNOBS} - set(CUSTOM_SIZES)
+    assert settings.keys() >= {flag for _, flag, *_ in KNOBS} - set(CUSTOM_SIZES)
     assert settings["warmup_steps"] == 5
     assert not settings.keys() & {"adam_beta1", *CUSTOM_SIZES}
     assert parse("--model_name", "custom-gpt").recorded().keys() >= set(CUSTOM_SIZES)

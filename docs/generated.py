@@ -1,0 +1,479 @@
+"""Blocks of the pages whose contents other files already have. `make pages` writes them between the markers in a page:
+
+    <!-- [[[cog import generated; generated.bill() ]]] -->
+    <!-- [[[end]]] -->
+
+`make lint` runs the same with --check, and fails if a page no longer agrees with the files.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import yaml
+
+from config import CUSTOM_SIZES, KNOBS, TRAINER_KNOBS, DataArguments, ModelArguments
+from reporting.definitions import table_definition
+from reporting.metrics import column_header
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = ROOT / "experiments"
+AGENDAS = yaml.safe_load((ROOT / "docs" / "agendas.yaml").read_text(encoding="utf-8"))
+SECTIONS: dict[str, dict] = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
+BLOCK = re.compile(r"\[\[\[cog.*?\[\[\[end\]\]\]", re.DOTALL)
+WORDS_PER_MINUTE = 120  # of a reader whose first language is not English
+POWER_LIMIT_W = 300  # of the documents' V100-SXM2
+CLASS = {"pairs": 10, "gpus": 16}
+
+
+def show(*lines: str) -> None:
+    """Print the lines of a block, with the empty lines that Markdown needs around them."""
+    print("", *lines, "", sep="\n")
+
+
+def show_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    lines = [heads, ["---"] * len(heads), *rows]
+    show(*(f"| {' | '.join(map(str, line))} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines))
+
+
+# --- sections and experiments
+
+
+def page_text(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+@cache
+def title(page: str) -> tuple[str, str]:
+    """Return the number of a section ("" if it has none) and its title, as its heading says them."""
+    number, heading = re.findall(r"^# (?:(\d+)\. )?(.*)", page_text(page))[0]
+    return number, heading
+
+
+@cache
+def minutes(page: str) -> int:
+    """Return the time of a page: that of its commands and exercise, and that of its words, in steps of 5 minutes."""
+    text = page_text(page)
+    stated = re.search(r"^\| Commands and exercise \| (\d+) min", text, re.MULTILINE)
+    reading = len(BLOCK.sub("", text).split()) / WORDS_PER_MINUTE
+    return 5 * math.ceil(((int(stated[1]) if stated else 0) + reading) / 5)
+
+
+def directive(script: Path, name: str, default: str = "1") -> str:
+    found = re.search(rf"^#SBATCH --{name}=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else default
+
+
+def folder(script: Path) -> str:
+    return str(script.parent.relative_to(EXPERIMENTS))
+
+
+@cache
+def scripts() -> dict[str, Path]:
+    """Return the script of each experiment folder, without those of a site's own experiments."""
+    found = {folder(script): script for script in sorted(EXPERIMENTS.rglob("*.slurm"))}
+    return {name: script for name, script in found.items() if not name.startswith("own/")}
+
+
+def section_of(name: str) -> str:
+    """Return the page that teaches an experiment; "" for an experiment that no section runs."""
+    families = {family: page for page, entry in SECTIONS.items() for family in entry.get("teaches", [])}
+    known = [family for family in families if f"{name}/".startswith(f"{family}/")]
+    return families[max(known, key=len)] if known else ""
+
+
+def gpus(name: str) -> int:
+    return int(directive(scripts()[name], "nodes")) * int(directive(scripts()[name], "gpus-per-node"))
+
+
+def gpu_hours(names: Iterable[str]) -> float:
+    """Return the GPU-hours that one run of each experiment takes at most: GPUs times time limit."""
+    total = 0.0
+    for name in names:
+        hours, minutes_, _ = map(int, directive(scripts()[name], "time", "0:0:0").split(":"))
+        total += gpus(name) * (hours + minutes_ / 60)
+    return total
+
+
+def taught() -> list[str]:
+    return [name for name in scripts() if section_of(name)]
+
+
+def config_of(name: str) -> Path | None:
+    found = re.search(r"(?:ds|fsdp)_configs/[\w.]+", scripts()[name].read_text(encoding="utf-8"))
+    return ROOT / found[0] if found else None
+
+
+def needs_a_gpu(config: Path | None) -> bool:
+    """Return True if a CPU cannot run this config, because it uses FSDP's CPU offload or FSDP1."""
+    if not config or config.parent.name != "fsdp_configs":
+        return False
+    content = json.loads(config.read_text(encoding="utf-8"))
+    return bool(content.get("cpu_offload") or content["version"] == 1)
+
+
+def index(*families: str) -> None:
+    """Print the experiments of some families, as their scripts describe themselves."""
+    pages = {section_of(family) for family in families}
+    rows = []
+    for name, script in scripts().items():
+        page = section_of(name)
+        if not any(f"{name}/".startswith(f"{family}/") for family in families) or page not in pages:
+            continue
+        about = re.findall(r"^# (.*)", script.read_text(encoding="utf-8"), re.MULTILINE)[0]
+        config = config_of(name)
+        if needs_a_gpu(config):
+            about += " It needs a GPU."
+        size = f"{directive(script, 'nodes')} x {directive(script, 'gpus-per-node')}"
+        link = f"[{title(page)[0]}](../docs/{page}.md)" if page else "-"
+        rows.append([f"`experiments/submit.sh {name}`", about, size, f"`{config.name}`" if config else "-", link])
+    show_table(["Command", "What it runs", "Nodes x GPUs", "Config", "Section"], rows)
+
+
+def workshop_map() -> None:
+    """Print the map of README.md. docs/site/page_markup.py makes the site's navigation from it."""
+    afternoon = {row.get("page") for row in AGENDAS["agendas"]["afternoon"]["rows"]}
+    rows: list[list[str]] = []
+    for group, pages in AGENDAS["sections"].items():
+        rows.append(["", f"**{group}**", "", "", ""])
+        for page, entry in pages.items():
+            number, name = title(page)
+            marked = "yes" if page in afternoon else ""
+            rows.append([number, f"[{name}](docs/{page}.md)", f"{minutes(page)} min", entry.get("gpus", "-"), marked])
+    show_table(["", "Section", "Time", "GPUs", "Afternoon"], rows)
+
+
+def number_of_experiments() -> None:
+    hours = round(gpu_hours(taught()))
+    index_link, bill_link = "[experiments](experiments/README.md)", "[the bill](docs/instructor/README.md#the-bill)"
+    show(f"All {len(taught())} jobs are in {index_link}, and take at most {hours} GPU-hours ({bill_link}).")
+
+
+# --- instructors
+
+
+def clock(time: int) -> str:
+    return f"{time // 60}:{time % 60:02}"
+
+
+def schedule(name: str) -> Iterator[tuple[int, int, dict]]:
+    """Yield start, length and row of each part of an agenda, in minutes."""
+    now = 0
+    for row in AGENDAS["agendas"][name]["rows"]:
+        length = row.get("minutes", minutes(row["page"]) if "page" in row else 0)
+        yield now, length, row
+        now += length
+
+
+def numbers_in_words(numbers: list[int]) -> str:
+    """Write sorted numbers, with ranges of three or more: 1, 3, 12 to 17."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    words = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in ranges]
+    return ", ".join(words)
+
+
+def agenda(name: str) -> None:
+    end = max(start + length for start, length, _ in schedule(name))
+    lines = [f"| {AGENDAS['agendas'][name]['title']} ({clock(end).replace(':', ' h ')}) | |", "| --- | --- |"]
+    for start, length, row in schedule(name):
+        what = row.get("pause", "")
+        if page := row.get("page"):
+            number, heading = title(page)
+            what = f"[{f'{number} {heading}'.strip()}](../{page}.md) ({length} min)"
+            what += f": {row['do']}" if "do" in row else ""
+        lines.append(f"| {clock(start)} | {what} |")
+    present = {title(row["page"])[0] for _, _, row in schedule(name) if "page" in row}
+    left_out = sorted(int(title(page)[0]) for page in SECTIONS if title(page)[0] and title(page)[0] not in present)
+    show(*lines, "", f"Left out: sections {numbers_in_words(left_out)}.")
+
+
+def time_plan() -> None:
+    """Print the afternoon as plain text, for a mail."""
+    names = [(start, row.get("pause") or title(row["page"])[1]) for start, _, row in schedule("afternoon")]
+    end = max(start + length for start, length, _ in schedule("afternoon"))
+    show("```text", *(f"  {clock(start)}  {name}" for start, name in [*names, (end, "End")]), "```")
+
+
+def choice(entry: str) -> tuple[int, list[str]]:
+    """Return how many jobs an entry of agendas.yaml means, and the folders among which a pair chooses."""
+    number, pattern = re.findall(r"^(?:(\d+) of )?(.*)", entry)[0]
+    found = [name for name in scripts() if fnmatch(name, pattern.replace("**/", "*"))]
+    if not found:
+        raise SystemExit(f"error: docs/agendas.yaml: {entry}: no such experiment")
+    return int(number or 1), found
+
+
+def agenda_pages(name: str) -> list[str]:
+    return [row["page"] for _, _, row in schedule(name) if "page" in row]
+
+
+def agenda_commands(name: str) -> None:
+    """Print the commands with which the instructor runs all experiments of an agenda."""
+    lines = []
+    for family in [family for page in agenda_pages(name) for family in SECTIONS[page].get("teaches", [])]:
+        several = sum(f"{other}/".startswith(f"{family}/") for other in scripts()) > 1
+        lines.append(f"experiments/submit.sh --snapshot {'--chain ' if several else ''}{family}")
+    inner = [line for line in lines if any(line.startswith(f"{other}/") for other in lines)]
+    show("```bash cluster", *(line for line in lines if line not in inner), "make report", "```")
+
+
+def in_words(entry: str) -> str:
+    number, _, pattern = entry.rpartition(" of ")
+    return f"{number} of `{pattern}`" if number else f"`{entry}`"
+
+
+def who_runs_what() -> None:
+    rows = []
+    for page, entry in SECTIONS.items():
+        if "pair" in entry or "shared" in entry:
+            jobs = [", ".join(map(in_words, entry.get(kind, []))) for kind in ("pair", "shared")]
+            rows.append([title(page)[0], *jobs])
+    show_table(["Section", "Each pair", "Shared by the class, submitted by the instructor"], rows)
+
+
+def turns(name: str) -> None:
+    """Print the jobs of an agenda in a class, their GPUs, and in how many rounds the GPUs of the class run them."""
+    pairs, free = CLASS["pairs"], CLASS["gpus"]
+    heads = ["Section", "Jobs", "GPUs, all jobs together", f"Turns on {free} GPUs"]
+    rows: list[list] = []
+    shared: list[str] = []
+    for page in agenda_pages(name):
+        entry = SECTIONS[page]
+        shared += entry.get("shared", [])
+        jobs = [choice(each) for each in entry.get("pair", [])]
+        number = pairs * sum(count for count, _ in jobs)
+        used = pairs * sum(count * max(map(gpus, found)) for count, found in jobs)
+        if number:
+            rows.append([title(page)[0], number, used, math.ceil(used / free)])
+    shared = [each for each in shared if gpus(each) <= free]
+    used = sum(map(gpus, shared))
+    rows.append([f"shared: {len(shared)} jobs", len(shared), used, math.ceil(used / free)])
+    rows.append(["All", *(sum(row[column] for row in rows) for column in (1, 2, 3))])
+    show_table(heads, rows)
+
+
+def bill() -> None:
+    """Print the GPU-hours and kWh that one run of every folder takes at most."""
+    by_page: dict[str, list[str]] = {page: [] for page in SECTIONS}
+    for name in taught():
+        by_page[section_of(name)].append(name)
+    rows = []
+    for label, names in [*((" ".join(title(p)), n) for p, n in by_page.items() if n), ("All", taught())]:
+        hours = round(gpu_hours(names))
+        kwh = f"{hours * POWER_LIMIT_W / 1000:.1f}"
+        rows.append([label, len(names), sum(map(gpus, names)), hours, kwh])
+    show_table(["Section", "Jobs", "GPUs, all jobs together", "GPU-hours at most", "kWh at most"], rows)
+
+
+def sheet_commands(place: str) -> None:
+    """Print the commands of the afternoon. place: cluster or laptop."""
+    lines = []
+    for page in agenda_pages("afternoon"):
+        entry = SECTIONS[page]
+        if not entry.get("pair"):
+            continue
+        lines.append(f"# Section {title(page)[0]}")
+        for each in entry["pair"]:
+            count, found = choice(each)
+            if len(found) > 1:
+                names = ", ".join(found)
+                lines += [f"# {count} of these, for example the first:", *(f"#   {n}" for n in names.split(", "))]
+            script = scripts()[found[0]]
+            if place == "cluster":
+                lines.append(f"{entry['set']} " * ("set" in entry) + f"experiments/submit.sh {found[0]}")
+            else:
+                lines.append(f"(cd experiments/{found[0]} && SITE=laptop bash {script.name})")
+    show(f"```bash{' cluster' if place == 'cluster' else ''}", *lines, "```")
+
+
+# --- settings
+
+
+def knobs(group: str) -> None:
+    """Print the knobs of a group with their flags, defaults and meanings. group: model, custom-gpt, data or trainer."""
+    groups = {
+        "model": {field.name for field in fields(ModelArguments)} - {*CUSTOM_SIZES},
+        "custom-gpt": {*CUSTOM_SIZES},
+        "data": {field.name for field in fields(DataArguments)},
+        "trainer": {knob.flag for knob in TRAINER_KNOBS},
+    }
+    rows = []
+    for knob in KNOBS:
+        if knob.flag in groups[group]:
+            default = "" if knob.default is None else f"`{knob.default}`"
+            rows.append([f"`{knob.variable}`", f"`--{knob.flag}`", default, knob.meaning])
+    show_table(["Variable", "Flag", "Default", "Meaning"], rows)
+
+
+def configs(name: str) -> dict[str, dict]:
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / name).glob("*.json"))}
+
+
+def deepspeed_configs() -> None:
+    rows = []
+    for name, config in configs("ds_configs").items():
+        zero = config["zero_optimization"]
+        parts = {"optimizer": zero.get("offload_optimizer"), "parameters": zero.get("offload_param")}
+        offloaded = {part: section for part, section in parts.items() if section}
+        pinned = {"yes" if section["pin_memory"] else "no" for section in offloaded.values()}
+        rows.append([f"`{name}`", zero["stage"], ", ".join(offloaded), ", ".join(pinned)])
+    rows.sort(key=lambda row: (row[1], row[2] != "", len(row[2]), row[3]))
+    show_table(["File", "ZeRO stage", "Offloaded to the CPU", "Pinned"], rows)
+
+
+def fsdp_configs() -> None:
+    rows = []
+    for name, config in configs("fsdp_configs").items():
+        hybrid, keeps = "dp_shard_size" in config, config.get("reshard_after_forward") is False
+        strategy = "HYBRID_SHARD" if hybrid else "SHARD_GRAD_OP" if keeps else "FULL_SHARD"
+        between = "parameters stay gathered" if keeps else "parameters are freed, and gathered again"
+        between += "; activations are computed again" if config.get("activation_checkpointing") else ""
+        between += "; shards are in CPU memory" if config.get("cpu_offload") else ""
+        version = " of FSDP1" if config.get("version") == 1 else ""
+        size = config.get("dp_shard_size")
+        over = f"{size} ranks; the groups are replicas" if isinstance(size, int) else "the ranks of a node"
+        rows.append([f"`{name}`", f"`{strategy}`{version}", between, over if hybrid else "all ranks"])
+    show_table(["File", "Strategy", "Between forward and backward pass", "Sharded over"], rows)
+
+
+# --- tables to fill in
+
+
+WHERE = {  # metric -> where a reader finds its value
+    "train_loss": "`train_loss` in the line with `train_runtime`: the mean over all steps",
+    "eval_loss": "last `eval_loss`",
+    "eval_loss_1": "first `eval_loss`",
+    "eval_loss_2": "second `eval_loss`",
+    "eval_loss_3": "third `eval_loss`",
+    "samples_per_second": "`train_samples_per_second`",
+    "eval_samples_per_second": "`eval_samples_per_second`",
+    "steps_per_epoch": "`steps per epoch` in the table of knobs",
+    "exact_match": "the line `exact_match`",
+    "f1": "the same line",
+    "kwh": "`kwh` in the run record, under `energy`",
+    "joules_per_question": "`joules_per_question`, the same place",
+    "callback_gpu_mib": "`avg_mem_alloc_MB` in the run record, under `callbacks`",
+    "gpu_utilisation": "`avg_gpu_util_%`, the same place",
+    "sm_activity": "`sm_percent` in the run record, under `gpu_activity`",
+    "mfu": "`mfu_percent` in the run record, under `train`",
+    "peak_gpu": "[one-liners](one-liners.md#gpu-memory)",
+    "mean_gpu": "the same place",
+    "peak_cpu": "[one-liners](one-liners.md#cpu-memory)",
+    "mean_cpu": "the same place",
+}
+
+
+def fill_in(
+    table: str,
+    *columns: str,
+    rows: Sequence[str] = (),
+    across: bool = False,
+    where: bool = False,
+    more: Sequence[str] = (),
+) -> None:
+    """Print an empty table for the reader, with the names of a table of experiments/tables.yaml.
+
+    columns: metrics, as in tables.yaml. rows: labels; default: those of the table. across: write the rows as columns.
+    where: say where each value is found, for a single run. more: columns that the report does not have.
+    """
+    definition = table_definition(table)
+    names = [definition.names.get(each) or column_header(each, definition.reference) for each in columns]
+    names = [*names, *more]
+    labels = list(rows) or [row.label for row in definition.rows]
+    if where:
+        show_table(
+            ["Metric", "Where", "Your value"],
+            [[name, WHERE[each], ""] for name, each in zip(names, columns, strict=True)],
+        )
+        return
+    first, down, along = ("Metric", names, labels) if across else (definition.title, labels, names)
+    show_table([first, *along], [[label, *[""] * len(along)] for label in down])
+
+
+# --- measured and computed numbers
+
+
+def load(path: str) -> ModuleType:
+    """Import a program of benchmarks/ or docs/figures/ by its path."""
+    import sys
+    from importlib import import_module
+
+    file = ROOT / path
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    return import_module(file.stem)
+
+
+COMMUNICATION = {
+    "": ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FULL_SHARD"],
+    "zero": ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
+    "fsdp": ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2 x 2"],
+    "tensor-parallel": ["TP 2", "TP 2 x FSDP 2"],
+}
+
+
+def communication(section: str = "") -> None:
+    """Print the bytes that the methods of a section send, as benchmarks/communication.py counted them."""
+    benchmark = load("benchmarks/communication.py")
+    show(benchmark.page_table(benchmark.read_results(), COMMUNICATION[section]))
+
+
+def prediction() -> None:
+    benchmark = load("benchmarks/prediction.py")
+    show(benchmark.summary(benchmark.read_results()))
+
+
+def gpu_check() -> None:
+    """Print the runs of `make gpu-check` on an H200."""
+    from gpu_check import results_markdown
+
+    measured = json.loads((ROOT / "benchmarks" / "gpu_check.json").read_text(encoding="utf-8"))
+    shown = ("status", "precision", "samples_per_second", "peak_gpu_gib", "estimated_gib", "pinned_gib")
+    rows = {name: {key: row[key] for key in shown if key in row} for name, row in measured["rows"].items()}
+    show(results_markdown(measured | {"rows": rows}).strip())
+
+
+def efficiency_on_a_gpu() -> None:
+    """Print the runs of section 3 on an H200. Each row of the table is a row of benchmarks/gpu_runs.json."""
+    rows = json.loads((ROOT / "benchmarks" / "gpu_runs.json").read_text(encoding="utf-8"))["rows"]
+    labels = {
+        "recipe": "recipe (fp32)",
+        "dynamic_padding": "+ dynamic padding",
+        "attention": "+ SDPA attention",
+        "no_padding": "+ no padding",
+        "bf16": "+ bf16",
+        "chunked_loss": "+ chunked loss",
+        "activation_checkpointing": "+ activation checkpointing",
+        "all": "chunked loss, 16 at once (`all`)",
+        "all-64": "`all`, 64 at once",
+        "baseline-fp16": "the baseline of section 2 (fp16)",
+    }
+    slowest = rows["recipe"]["samples_per_second"]
+    table = []
+    for name, label in labels.items():
+        run = rows[name]
+        speed = run["samples_per_second"]
+        energy, peak = f"{run['joules_per_question']:.1f}", f"{run['peak_gpu_gib']:.1f}"
+        table.append([label, f"{speed:.0f}", f"{run['mfu_percent']:.0f}", energy, peak, f"{speed / slowest:.1f}x"])
+    heads = ["One H200", "Samples/s", "[MFU](glossary.md#flops-mfu) (%)", "J per question", "Peak GiB", "Speed"]
+    show_table(heads, table)
+
+
+def dimensions(which: str) -> None:
+    """Print a table of docs/figures/dimensions.py. which: dimensions, messages or lengths."""
+    show(getattr(load("docs/figures/dimensions.py"), f"table_of_{which}")())
+
+
+def at_scale() -> None:
+    show(load("docs/figures/at_scale.py").page_table())
