@@ -27,6 +27,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--promises", action="store_true", help="list the promises of the pages with their tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--promises"):
+        tests: dict[str, set[str]] = {}
+        for item in items:
+            for promise in [promise for mark in item.iter_markers("promise") for promise in mark.args]:
+                tests.setdefault(promise, set()).add(item.nodeid.partition("[")[0])
+        for promise in sorted(tests):
+            print(promise, *sorted(tests[promise]), sep="\n    ")
+        items.clear()
+
+
 class OneWorkerPerFixture(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = TESTS.parent / nodeid.split("::")[0]

@@ -1,4 +1,4 @@
-"""Compare the texts of the repository with each other: pages, tables, commands, scripts, pins.
+"""Compare the texts of the repository with each other: pages, commands, scripts, pins.
 
     .venv/bin/python tests/text_checks        # part of make lint
 
@@ -12,26 +12,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from text_checks import (
-    commands,
-    defaults,
-    documents,
-    experiment_index,
-    experiments,
-    imports,
-    libraries,
-    links,
-    pages,
-    repository,
-    security,
-    tables,
-)
+from text_checks import commands, documents, experiments, imports, libraries, links, pages, repository, security
 from text_checks.common import TEXTS, TREES
 
-CHECKS = (
-    *(pages, links, commands, tables, defaults, experiments, experiment_index),
-    *(libraries, documents, repository, imports, security),
-)
+CHECKS = (pages, links, commands, experiments, libraries, documents, repository, imports, security)
 
 
 def main() -> int:

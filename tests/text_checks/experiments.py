@@ -9,11 +9,13 @@ import yaml
 
 from config import KNOBS
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
+from text_checks.common import read, relative_name
 
 TABLE = "tests/text_checks/experiment_knobs.yaml"
 ROWS = yaml.safe_load((REPOSITORY / TABLE).read_text())
 ORDER = {knob.variable: place for place, knob in enumerate(KNOBS)}
 TEMPLATE = "own-model/train"  # its users change each knob
+NOT_TAUGHT = ("demo", "gpu-check", "own-model")  # experiments that no section of the workshop runs
 FIXED = ("MODEL_NAME", "TENSOR_PARALLEL")  # these define an experiment, so no submission may change them
 SETTING = re.compile(r'(?:: "\$\{(\w+):=(.*)\}"|export (\w+)=(\S+))(?: +#.*)?')
 ANY_SETTING = re.compile(r'^(?:export |: "\$\{)?([A-Z][A-Z_0-9]+):?=.*', re.MULTILINE)
@@ -64,6 +66,19 @@ def findings() -> Iterator[str]:
         if not any(fnmatch(experiment_folder(script), row) for script in EXPERIMENT_SCRIPTS):
             yield f"{TABLE}: says {row}, experiments/ has no such folder"
     yield from site_template()
+    yield from index()
+
+
+def index() -> Iterator[str]:
+    """Check that `make pages` writes each experiment into the index, and that a section teaches it."""
+    text = read("experiments/README.md")
+    agendas = yaml.safe_load(read("docs/agendas.yaml"))["sections"].values()
+    taught = [family for group in agendas for entry in group.values() for family in entry.get("teaches", [])]
+    for folder in map(experiment_folder, EXPERIMENT_SCRIPTS):
+        if f"submit.sh {folder}`" not in text:
+            yield f"experiments/README.md: has no row for {folder}; name its family in a block, and run make pages"
+        if folder.split("/")[0] not in (*NOT_TAUGHT, *(family.split("/")[0] for family in taught)):
+            yield f"docs/agendas.yaml: no section teaches {folder}; write its family below a page's teaches"
 
 
 def site_template() -> Iterator[str]:
@@ -72,10 +87,6 @@ def site_template() -> Iterator[str]:
     for name in SITE_VARIABLES:
         if not re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', template.read_text(), re.MULTILINE):
             yield f'{relative_name(template)}: has no {name}, docs/ says that it has; write # : "${{{name}:=...}}"'
-
-
-def relative_name(path: Path) -> str:
-    return str(path.relative_to(REPOSITORY))
 
 
 def experiment_folder(script: Path) -> str:

@@ -1,9 +1,11 @@
-"""Check the order of the pages, their quizzes, and the files and tests that they name."""
+"""Check the order of the pages, their quizzes, and the files that they name."""
 
 import ast
 import itertools
 import re
 from collections.abc import Iterator
+
+import yaml
 
 from helpers import REPOSITORY
 from text_checks.common import SECTIONS, TEXTS, TREES, read, relative_name, section_below
@@ -13,7 +15,7 @@ FILE = r"`((?:scripts|experiments)/[\w/.-]+\.(?:py|sh|yaml)|(?:ds_configs|fsdp_c
 
 
 def findings() -> Iterator[str]:
-    return itertools.chain(files(), workshop_map(), quizzes(), promises())
+    return itertools.chain(files(), order(), quizzes())
 
 
 def files() -> Iterator[str]:
@@ -25,38 +27,23 @@ def files() -> Iterator[str]:
                 yield f"{relative_name(path)}: names {name}, which does not exist; write the file's new name"
 
 
-def workshop_map() -> Iterator[str]:
-    """Check that the README lists each section, and that each page of its map links to the next page."""
-    text = section_below(read("README.md"), "The workshop")
-    for page, match in SECTIONS.items():
-        if not re.search(rf"^\| {match[1]} \| \[.*\]\(docs/{page.name}\)", text, re.MULTILINE):
-            row = f"| {match[1]} | [{match[2]}](docs/{page.name}) | ... | ... |"
-            yield f"README.md: the map of the workshop has no row for section {match[1]}; write {row}"
-    pages = re.findall(r"^\|[\d ]+\| \[[^]]*\]\(docs/([\w-]+\.md)\)", text, re.MULTILINE)
+def order() -> Iterator[str]:
+    """Check that docs/agendas.yaml lists each section, and that each page leads to the next one."""
+    groups = yaml.safe_load(read("docs/agendas.yaml"))["sections"].values()
+    pages = [page for group in groups for page in group]
+    for page in SECTIONS:
+        if page.stem not in pages:
+            yield f"docs/agendas.yaml: does not list {page.stem}; write it below sections"
     for name, following in itertools.pairwise(pages):
-        if not re.search(rf"^Next: \[.*\]\({following}\)$", read(f"docs/{name}"), re.MULTILINE):
-            yield f"docs/{name}: does not link to the next page of README.md's map; write Next: [...]({following})"
+        if not re.search(rf"^Next: \[.*\]\({following}\.md\)$", read(f"docs/{name}.md"), re.MULTILINE):
+            yield f"docs/{name}.md: does not link to the next page; write Next: [...]({following}.md)"
 
 
 def quizzes() -> Iterator[str]:
-    """Check that each question has an answer in the page and a discussion in docs/instructor/answers.md."""
-    to_discuss = re.split(r"^## ", read("docs/instructor/answers.md"), flags=re.MULTILINE)
-    for page, match in SECTIONS.items():
+    """Check that each question has an answer in the page."""
+    for page in SECTIONS:
         quiz = section_below(TEXTS[page], "Quiz")
-        discussion = "".join(to_discuss[int(match[1]) :][:1])
-        asked, discussed = (len(re.findall(r"^\d+\. ", text, re.MULTILINE)) for text in (quiz, discussion))
-        answers = quiz.count("<details><summary>Answer</summary>")
-        if not 3 <= asked == answers == quiz.count("</details>") == discussed:
-            number = f"asks {asked} questions and answers {answers}, docs/instructor/answers.md discusses {discussed}"
-            yield f"{relative_name(page)}: Quiz: {number}; write 3 or more, with an answer and a discussion for each"
-
-
-def promises() -> Iterator[str]:
-    """Check that the tests, or functions of text checks, of each promise in CONTRIBUTING.md exist."""
-    for row in section_below(read("CONTRIBUTING.md"), "Promises and their tests").split("\n| ")[3:]:
-        tests = re.findall(r"`([\w/.]+)::(\w+)`", row)
-        if not tests:
-            yield f"CONTRIBUTING.md: | {row.partition(' |')[0]} |: names no test; write `<file below tests/>::<test>`"
-        for path, test in tests:
-            if f"def {test}(" not in read(f"tests/{path}"):
-                yield f"CONTRIBUTING.md: names {path}::{test}, which does not exist; write the test's new name"
+        asked, answers = len(re.findall(r"^\d+\. ", quiz, re.MULTILINE)), quiz.count("<summary>Answer</summary>")
+        if not 3 <= asked == answers == quiz.count("</details>"):
+            number = f"asks {asked} questions and answers {answers}"
+            yield f"{relative_name(page)}: Quiz: {number}; write 3 or more, each with an answer"

@@ -1,4 +1,4 @@
-"""The exercise of docs/cost.md: its records agree with their logs, and the page and the solution with both."""
+"""The exercise of docs/cost.md: its records agree with their logs."""
 
 import itertools
 from collections import defaultdict
@@ -6,13 +6,10 @@ from datetime import datetime
 
 import pytest
 
-from helpers import EXPERIMENT_SCRIPTS, REPOSITORY, program
+from helpers import REPOSITORY, program
 from records.schema import Record, read_record
-from text_checks.experiment_index import NOT_TAUGHT, gpu_bill
 
 FOLDER = REPOSITORY / "exercises" / "cost"
-PAGE = (REPOSITORY / "docs" / "cost.md").read_text(encoding="utf-8")
-SOLUTION = (REPOSITORY / "exercises" / "solution" / "cost.md").read_text(encoding="utf-8")
 RUNS = ["A", "B", "C", "D", "E"]
 JOULES_PER_KWH = 3.6e6
 
@@ -75,72 +72,3 @@ def test_the_numbers_of_a_record_agree_with_each_other(run):
     watts = energy.joules_per_question * train.steady_samples_per_second / found.world_size
     assert energy.mean_watts == pytest.approx(watts, rel=1e-3)
     assert energy.mean_watts < found.hardware.gpu_power_limit_w
-
-
-# The solution and the page
-
-
-def test_the_solution_shows_the_numbers_of_the_records():
-    rows = {row[0].strip(): row[1:] for line in SOLUTION.splitlines() if len(row := line.strip("|").split("|")) == 7}
-    energies = {run: record(run).energy.kwh for run in RUNS if record(run).energy}
-    # awk of the page adds up 10 s x W
-    energies["B"] = sum(10 * watts for curve in power("B").values() for _, watts in curve) / JOULES_PER_KWH
-    for run in RUNS:
-        gpus, utilisation, _, kwh, joules, ratio = (cell.strip() for cell in rows[run])
-        found = record(run)
-        assert int(gpus) == found.world_size
-        assert float(kwh.split(",")[0]) == pytest.approx(energies[run], rel=0.01)
-        assert float(ratio) == pytest.approx(energies[run] / energies["E"], rel=0.01)
-        if found.energy:
-            assert float(joules) == found.energy.joules_per_question
-            assert float(utilisation) == found.callbacks["avg_gpu_util_%"]
-        else:
-            assert not joules
-
-
-def test_the_solution_applies_the_formula_of_two_gpus():
-    one, two = record("E"), record("D")
-    efficiency = two.train.steady_samples_per_second / (2 * one.train.steady_samples_per_second)
-    ratio = two.energy.mean_watts / one.energy.mean_watts / efficiency
-    assert f"= {efficiency:.2f}." in SOLUTION and f"/ 0.85 = {ratio:.3f}" in " ".join(SOLUTION.split())
-    assert two.energy.joules_per_question / one.energy.joules_per_question == pytest.approx(ratio, rel=1e-3)
-    # The second form of the formula, with the power of the model
-    model = program("exercises/cost/write_runs.py")
-    waiting = 1 + (1 / efficiency - 1) * model.WAITING / model.COMPUTING
-    assert waiting == pytest.approx(ratio, rel=1e-3)
-
-
-def test_the_page_computes_with_the_numbers_that_it_names():
-    text = " ".join(PAGE.split())
-    hours, kwh = 1_082_990, 433_196
-    taught = [
-        script for script in EXPERIMENT_SCRIPTS if script.parent.parts[len(REPOSITORY.parts) + 1] not in NOT_TAUGHT
-    ]
-    bill = gpu_bill(taught)[2]
-    own = bill * 0.3
-    for sentence in (
-        f"{hours:,} GPU-hours",
-        f"{kwh:,} kWh / {hours:,} h is {1000 * kwh / hours:.0f} W",
-        f"24.7 t / {kwh:,} kWh is {24.7e6 / kwh:.0f} g per kWh",
-        f"at most {bill} GPU-hours",
-        f"at most {own:.0f} kWh. BLOOM took about {round(kwh / own, -2):,.0f} times as much",
-        f"1/0.9³ = {1 / 0.9**3:.2f} times as large",
-        f"1/0.9² = {1 / 0.9**2:.2f} times as large",
-        f"at most {100 / 0.9 - 100:.0f} % faster",
-        f"this is {1 + 2 * 80 / 320:.2f} times. The mean power falls to {(320 + 2 * 80) / 3:.0f} W",
-        f"two GPUs need {1 / 0.85:.2f} times",
-        f"3 x 160 / 320 = {3 * 160 / 320:.2f} times",
-        f"1 / 0.7 = {1 / 0.7:.2f} times the energy. The result comes 8 x 0.7 = {8 * 0.7:.1f} times earlier",
-    ):
-        assert sentence in text, sentence
-
-
-def test_the_page_names_the_power_of_the_model():
-    model = program("exercises/cost/write_runs.py")
-    power = (
-        f"({model.COMPUTING} W while the GPU computes, {model.WAITING} W while NCCL waits, {model.IDLE} W otherwise)"
-    )
-    assert power in PAGE
-    assert f"after {model.HANG_TIMEOUT} seconds" in PAGE and f"every {model.INTERVAL} seconds" in PAGE
-    docstring = model.__doc__
-    assert all(f"{watts} W" in docstring for watts in (model.LIMIT, model.COMPUTING, model.WAITING, model.IDLE))

@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-import gpu_check
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.compare import ORDER_TO_TRY
 from estimate.flags import RankFlags
-from estimate.memory import estimate_parts, parts_at_peak, totals
+from estimate.memory import estimate_parts, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
@@ -51,37 +50,9 @@ def test_each_command_of_a_page_has_flags_that_its_script_accepts(monkeypatch):
     assert not found, "\n".join(found)
 
 
-def test_all_pages_name_the_same_afternoon_and_its_minutes_add_up():
-    texts = {name: (REPOSITORY / name).read_text() for name in ("README.md", "index.md")}
-    texts |= {name: page(name) for name in ("introduction.md", "instructor/README.md")}
-    paragraphs = {name: text.split("An afternoon (4 h 30)")[1].split("\n\n")[0] for name, text in texts.items()}
-    link = r"\]\((?:docs/|\.\./)?([\w-]+\.md)\)"
-    routes = {name: re.findall(link, text) for name, text in paragraphs.items()}
-    pages = routes.pop("instructor/README.md")
-    assert routes == dict.fromkeys(routes, pages[1:]) and pages[0] == "introduction.md"
-    minutes = dict(re.findall(r"\]\(docs/([\w-]+\.md)\) \| (\d+) min", texts["README.md"]))
-    now = 0
-    for hour, minute, row in re.findall(
-        r"^\| (\d):(\d\d) \| (.*) \|$", paragraphs["instructor/README.md"], re.MULTILINE
-    ):
-        assert now == 60 * int(hour) + int(minute), row
-        now += 20 if row == "Break" else int(minutes[re.search(link, row)[1]])
-    assert now == 4 * 60 + 30
-
-
-# Numbers measured by benchmarks
-
-
-def test_the_pages_show_the_measured_errors_of_the_predictions():
-    prediction = program("benchmarks/prediction.py")
-    measured = prediction.read_results()
-    assert prediction.summary(measured) in page("memory.md")
-    assert prediction.page_table(measured) in page("results.md")
-
-
-@pytest.mark.parametrize("name", ["comparison.md", "instructor/slides.md"])
-def test_a_page_tries_the_methods_in_the_order_of_the_code(name):
-    (steps,) = re.findall(r"^## The order in which to try\n(.*?)\n## ", page(name), re.MULTILINE | re.DOTALL)
+def test_the_page_tries_the_methods_in_the_order_of_the_code():
+    text = page("comparison.md")
+    (steps,) = re.findall(r"^## The order in which to try\n(.*?)\n## ", text, re.MULTILINE | re.DOTALL)
     offload = [config for config in ORDER_TO_TRY if "offload" in config]
     places: list[int] = []
     for step in re.findall(r"^\d\. \**([^:*\n]+)", steps, re.MULTILINE):
@@ -99,64 +70,6 @@ def test_the_numbers_of_what_fits_where_have_the_order_of_the_code():
     assert numbers["methods"] == compute.methods() and numbers["groups"] == compute.GROUPS
     for group in numbers["groups"].values():
         assert list(group) == sorted(group, key=ORDER_TO_TRY.index)
-
-
-COLUMNS_OF_PAGE = ("status", "precision", "samples_per_second", "peak_gpu_gib", "estimated_gib", "pinned_gib")
-
-
-def test_peaks_on_a_gpu_are_as_estimated():
-    """Compare today's estimate with the peaks measured on an H200. A compiled model keeps fewer tensors."""
-    measured = read_json(REPOSITORY / "benchmarks/gpu_check.json", "run make gpu-check")
-    shown = {
-        name: {key: value for key, value in result.items() if key in COLUMNS_OF_PAGE}
-        for name, result in measured["rows"].items()
-    }
-    assert gpu_check.results_markdown(measured | {"rows": shown}).strip() in page("results.md")
-    for row in gpu_check.ROWS:
-        if row.name in measured["rows"]:
-            result = measured["rows"][row.name]
-            settings = parse_memory_plan(gpu_check.training_command(row)[2:], environment=gpu_check.FULL)
-            estimated = totals(estimate_parts(settings), 1)[0] / GIB
-            assert result["estimated_gib"] == pytest.approx(estimated, rel=1e-3), row.name
-            if row.name not in ("bloom-560m-compiled", "bloom-560m-sdpa-lengths"):
-                assert result["peak_gpu_gib"] == pytest.approx(estimated, rel=0.01), row.name
-
-
-def test_the_efficiency_page_shows_the_runs_on_a_gpu():
-    rows = read_json(REPOSITORY / "benchmarks/gpu_runs.json", "restore it")["rows"]
-    recipe = rows["recipe"]
-    for label, names in {
-        "recipe (fp32)": ["recipe"],
-        "+ dynamic padding": ["dynamic_padding"],
-        "+ SDPA attention": ["attention"],
-        "+ no padding": ["no_padding"],
-        "+ bf16": ["bf16"],
-        "+ chunked loss": ["chunked_loss"],
-        "+ activation checkpointing": ["activation_checkpointing"],
-        "chunked loss, 16 at once (`all`)": ["all", "all-again"],
-        "`all`, padded to the longest": ["all-longest"],
-        "`all`, 64 at once": ["all-64"],
-        "64 at once, padded to the longest": ["all-longest-64"],
-        "64 at once, full loss": ["all-full_loss-64"],
-        "the baseline of section 2 (fp16)": ["baseline-fp16"],
-    }.items():
-        runs = [rows[name] for name in names]
-        columns = [
-            [f"{run['samples_per_second']:.0f}" for run in runs],
-            [f"{run['mfu_percent']:.0f}" for run in runs],
-            [f"{run['joules_per_question']:.1f}" for run in runs],
-            [f"{runs[0]['peak_gpu_gib']:.1f}"],
-            [
-                "1" if run is recipe else f"{run['samples_per_second'] / recipe['samples_per_second']:.1f}x"
-                for run in runs
-            ],
-        ]
-        assert f"| {label} | {' | '.join(map(', '.join, columns))} |" in page("efficiency.md"), label
-
-
-def test_the_pages_show_the_counted_numbers_of_communication():
-    communication = program("benchmarks/communication.py")
-    assert communication.page_table(communication.read_results()) in page("collectives.md")
 
 
 # Numbers of the memory estimate
@@ -202,22 +115,6 @@ def test_a_page_shows_the_totals_of_the_estimate(monkeypatch, name, text, flags)
     assert found in " ".join(page(name).split()), found
 
 
-def gib_at_peak(flags: str) -> dict[str, float]:
-    parts = parts_at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
-    return {part.name: part.gpu / GIB for part in parts}
-
-
-def test_a_page_shows_the_activations_and_logits_of_the_estimate(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    once, twice = gib_at_peak(""), gib_at_peak("--max_length 1024")
-    logits = f"Logits double, from {once['logits']:.1f} to {twice['logits']:.1f} GiB."
-    few, many = once["activations"], twice["activations"]
-    activations = f"Activations grow by a factor of {many / few:.1f}, from {few:.1f} to {many:.1f} GiB."
-    assert f"{logits} {activations}" in page("memory.md")
-    zero = gib_at_peak("--deepspeed ds_configs/zero2.json")
-    assert f"activations and logits, {zero['activations'] + zero['logits']:.1f} GiB on the GPU" in page("offload.md")
-
-
 def test_the_example_of_the_estimate_is_the_output_of_its_command(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     flags = f"{BLOOM}3b --deepspeed ds_configs/zero3.json --gpus 4 --gpu_memory 32"
@@ -225,43 +122,6 @@ def test_the_example_of_the_estimate_is_the_output_of_its_command(monkeypatch):
     machine_lines = ("Python, libraries", "one node:", "for sbatch:")
     shown = page("memory.md")
     assert [line for line in printed if line not in shown and not line.startswith(machine_lines)] == []
-
-
-def test_the_pages_show_the_computed_numbers_at_scale():
-    assert program("docs/figures/at_scale.py").page_table() in page("comparison.md")
-
-
-def test_the_pages_show_the_computed_numbers_of_the_dimensions():
-    numbers = program("docs/figures/dimensions.py")
-    the_map, pipeline = page("dimensions.md"), page("pipeline.md")
-    assert numbers.table_of_dimensions() in the_map
-    shape = numbers.trace_shape(numbers.plan())
-    megatron, plan = numbers.tensor_sends(shape), numbers.tensor_sends_by_plan()
-    tokens = [f"{numbers.break_even(accumulation, sent):,.0f}" for sent in (megatron, plan) for accumulation in (1, 4)]
-    limits = "more than {} tokens, or {} with accumulation 4. (Against transformers' plan the limits are {} and {}.)"
-    assert limits.format(*tokens) in the_map
-    assert f"a GPT of this size sends {32 * plan / 1e9:.2f} GB" in the_map
-    found = numbers.dimensions()
-    assert f"{found['data'].held / GIB:.1f} GiB become {found['shard'].held / GIB:.1f}" in the_map
-    assert f"{found['shard'].sent / 1e9:.2f} GB against {found['pipeline'].sent / 1e9:.2f}" in the_map
-    assert numbers.table_of_messages() in pipeline
-    assert numbers.table_of_lengths() in pipeline
-    all_and_gradients = numbers.logits(32 * 512, 4) + numbers.logits(512, 8)
-    for schedule, first, last in (("GPipe", 32, all_and_gradients), ("1F1B", 8, numbers.logits(512))):
-        kept = f"{numbers.kept_by_first_stage(first) / GIB:.1f} | {last / GIB:.1f}: log-softmax"
-        assert f"| {schedule} | {kept}" in pipeline
-    at_once = 4 * numbers.shard_sends(shape) + 2 * shape.parameters * 7 / 8  # four micro batches of one question
-    assert at_once == pytest.approx(found["shard"].sent)
-    at_once -= 3 * numbers.shard_sends(shape)  # one micro batch of four questions
-    assert f"it sends {at_once / 1e9:.2f} GB" in pipeline
-    few, many = (sent / found["pipeline"].sent for sent in (at_once, found["shard"].sent))
-    assert f"[a {few:.0f}nd to a {many:.0f}th]" in pipeline
-    head = 250_880 * shape.hidden
-    assert f"as much as {head / shape.block_sizes[0]:.1f} blocks of bloom-7b1" in pipeline
-    assert f"add up its gradients, {4 * head / 1e9:.1f} GB in a step" in the_map
-    assert f"131,072 tokens take [{numbers.checkpointed(131_072) / GIB:.1f} GiB]" in the_map
-    assert f"full logits take {numbers.logits(131_072) / GIB:.1f} GiB" in the_map
-    assert f"fp32: {numbers.checkpointed(131_072, 4) / GIB:.1f} GiB for 131,072 tokens" in pipeline
 
 
 def test_bytes_of_the_dimensions_agree_with_papers_and_counts():

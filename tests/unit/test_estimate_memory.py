@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BloomConfig, MixtralConfig
 
 import estimate_memory
+import gpu_check
 from estimate.command_line import parse_memory_plan
 from estimate.compare import ORDER_TO_TRY
 from estimate.memory import estimate_parts, parts_at_peak, power_of_two, stage2_gradients, sums_by_interval, totals
@@ -19,6 +20,7 @@ from estimate_memory import memory_table
 from helpers import REPOSITORY
 from models.bloom_sdpa import use_attention
 from settings.settings import Settings
+from shared.json_files import read_json
 
 GIB = 2**30
 
@@ -328,3 +330,16 @@ def test_the_estimate_refuses_the_models_that_a_run_without_padding_refuses(refu
     plan = parse_memory_plan(["--padding", "none"], environment={})  # BLOOM's own attention is eager
     line = refusal(estimate_parts, plan)
     assert line == "error: --padding: none needs --attention sdpa; give it, or use --padding longest"
+
+
+def test_peaks_on_a_gpu_are_as_estimated():
+    """Compare today's estimate with the peaks measured on an H200. A compiled model keeps fewer tensors."""
+    measured = read_json(REPOSITORY / "benchmarks/gpu_check.json", "run make gpu-check")
+    for row in gpu_check.ROWS:
+        if row.name in measured["rows"]:
+            result = measured["rows"][row.name]
+            settings = parse_memory_plan(gpu_check.training_command(row)[2:], environment=gpu_check.FULL)
+            estimated = totals(estimate_parts(settings), 1)[0] / GIB
+            assert result["estimated_gib"] == pytest.approx(estimated, rel=1e-3), row.name
+            if row.name not in ("bloom-560m-compiled", "bloom-560m-sdpa-lengths"):
+                assert result["peak_gpu_gib"] == pytest.approx(estimated, rel=0.01), row.name
