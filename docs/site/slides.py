@@ -23,7 +23,7 @@ from sphinx.util import logging
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent
 DAY, SHEET, SHEET_STYLE = "docs/instructor/day", "docs/instructor/sheet", HERE / "sheet.css"
-LINES, LETTERS = 11, 68  # of text on a slide, and in a line of it
+LINES, LETTERS = 12, 68  # of text on a slide, and in a line of it
 SLIDE = """<section id="{number}" class="{kind}">
 {content}
 <aside>{notes}</aside>
@@ -151,14 +151,14 @@ def figure(builder: Any, image: nodes.image) -> str:
 
 
 def length(part: nodes.Element) -> float:
-    """Estimate the lines that a part takes."""
-    blocks = [*part.findall(lambda node: isinstance(node, nodes.paragraph | nodes.literal_block))]
-    return 0.4 + sum(
-        block.astext().count("\n") + 1.5
-        if isinstance(block, nodes.literal_block)
-        else math.ceil(len(block.astext()) / LETTERS)
-        for block in blocks
-    )
+    """Estimate the lines that a part takes, with the space below it. Code has smaller letters, and space around it."""
+    lines = 0.5
+    for block in part.findall(nodes.TextElement):
+        if isinstance(block, nodes.literal_block):
+            lines += 0.6 + sum(0.86 * math.ceil(len(line) / (LETTERS * 1.1)) for line in block.astext().split("\n"))
+        elif isinstance(block, nodes.paragraph):
+            lines += math.ceil(len(block.astext()) / LETTERS)
+    return lines
 
 
 def divide(parts: Sequence[nodes.Element]) -> list[list[nodes.Element]]:

@@ -53,10 +53,12 @@ def letters(text: str) -> str:
 def listed(page: str, heading: str) -> list[str]:
     """Return the items of the list below a heading of a page, without folded answers."""
     text = (REPOSITORY / f"docs/{page}.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    text = re.sub(r"<details>.*?</details>|^Next: .*", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [letters(item) for item in re.split(r"^(?:-|\d+\.) ", text, flags=re.MULTILINE)[1:]]
+    text = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    items = re.split(r"^(?:-|\d+\.) ", text, flags=re.MULTILINE)[1:]
+    return [letters(re.split(r"\n\n(?=\S)", item)[0]) for item in items]
 
 
+@pytest.mark.promise("the slides show the figure, the key points and the quiz of each section of the afternoon")
 def test_the_deck_has_the_figure_the_key_points_and_the_quiz_of_each_section_of_the_afternoon(slides):
     shown = slides.evaluate(TEXTS)
     figures = [re.search(r"^!\[(.*)\]\(", (REPOSITORY / f"docs/{page}.md").read_text(), re.M)[1] for page in SECTIONS]
@@ -117,6 +119,7 @@ def test_slides_are_one_file_that_prints_one_slide_per_page(site, slides):
     assert not re.findall(r'(?:src|href)="(?!data:|#)', (site / "slides.html").read_text())
 
 
+@pytest.mark.promise("the sheet prints on one page")
 def test_the_sheet_of_commands_prints_on_one_page(page, address):
     page.visit(f"{address}/docs/instructor/sheet.html")
     assert printed_pages(page) == 1
