@@ -8,6 +8,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -278,23 +279,29 @@ def bill() -> None:
 
 
 def sheet_commands(place: str) -> None:
-    """Print the commands of the afternoon. place: cluster or laptop."""
+    """Print the commands of the afternoon. Where a pair chooses, show the last folders without offload as examples.
+
+    place: cluster or laptop.
+    """
     lines = []
     for page in agenda_pages("afternoon"):
         entry = SECTIONS[page]
         if not entry.get("pair"):
             continue
-        lines.append(f"# Section {title(page)[0]}")
+        heading, commands = f"# Section {title(page)[0]}", []
         for each in entry["pair"]:
             count, found = choice(each)
-            if len(found) > 1:
-                names = ", ".join(found)
-                lines += [f"# {count} of these, for example the first:", *(f"#   {n}" for n in names.split(", "))]
-            script = scripts()[found[0]]
-            if place == "cluster":
-                lines.append(f"{entry['set']} " * ("set" in entry) + f"experiments/submit.sh {found[0]}")
-            else:
-                lines.append(f"(cd experiments/{found[0]} && SITE=laptop bash {script.name})")
+            if len(found) > count:
+                parent = os.path.commonpath(found)
+                heading += f": {count} of {', '.join(name.removeprefix(f'{parent}/') for name in found)}"
+            depth = min(name.count("/") for name in found)
+            for name in [name for name in found if name.count("/") == depth][-count:]:
+                if place == "cluster":
+                    knobs_before = f"{entry['set']} " if "set" in entry else ""
+                    commands.append(f"{knobs_before}experiments/submit.sh {name}")
+                else:
+                    commands.append(f"(cd experiments/{name} && SITE=laptop bash {scripts()[name].name})")
+        lines += [heading, *commands]
     show(f"```bash{' cluster' if place == 'cluster' else ''}", *lines, "```")
 
 

@@ -63,9 +63,8 @@ def navigation() -> str:
             pages.append(f"{number and number + '. '}{link[1]} ({time}) <{link[2]}>")
     groups["Reference"] = [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", reference))]
     groups["For instructors"] = [
-        f"docs/instructor/{name}" for name in ("README", "answers", "own-copy", "sheet", "message")
+        f"docs/instructor/{name}" for name in ("README", "day", "own-copy", "sheet", "message")
     ]
-    groups["For instructors"].append("Slides <docs/instructor/slides>")
     groups["About"] = ["CONTRIBUTING", "CHANGELOG", "data/README"]
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"

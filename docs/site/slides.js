@@ -9,7 +9,9 @@ addEventListener("keydown", (event) => {
     ArrowRight: next, ArrowDown: next, PageDown: next, " ": next,
     ArrowLeft: previous, ArrowUp: previous, PageUp: previous, Home: 1, End: count,
   }[event.key];
-  if (number === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.key === "n") document.body.classList.toggle("notes");
+  if (number === undefined) return;
   event.preventDefault();
   show(number);
 });

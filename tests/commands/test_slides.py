@@ -4,21 +4,30 @@ import base64
 import re
 
 import pytest
+import yaml
 
 from helpers import REPOSITORY
 
 COUNT = "document.querySelectorAll('section').length"
-SLIDES_MD = REPOSITORY / "docs/instructor/slides.md"
-ROUTE = ("introduction", "baseline", "collectives", "ddp", "zero", "multi-gpu", "comparison")
+AFTERNOON = yaml.safe_load((REPOSITORY / "docs/agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
+SECTIONS = [row["page"] for row in AFTERNOON if row.get("page") not in (None, "introduction")]
+# What the slides of a kind show, one text for each item of a list; for figures, the alternative text
+TEXTS = """Object.fromEntries(["points", "quiz", "figure"].map((kind) => [kind,
+  [...document.querySelectorAll(`.${kind} > :is(ul, ol) > li, .${kind} img`)]
+    .map((each) => each.alt || each.textContent)]))"""
 # Load all figures, and return the alternative texts of those that cannot be shown
 BROKEN_FIGURES = """Promise.all([...document.images].map((each) => each.decode().then(() => null, () => each.alt)))
   .then((all) => all.filter(Boolean))"""
-# The slide that is shown, if a part of it is outside of the slide or its figure is small
+# The slide that is shown, if a part of it is outside of the slide, or its figure has neither its whole width nor height
 CUT = """[...document.querySelectorAll("section")].filter((each) => each.checkVisibility())
   .filter((each) => each.scrollHeight > each.clientHeight || each.scrollWidth > each.clientWidth ||
-    [...each.querySelectorAll("img")].some((figure) => figure.clientHeight < each.clientHeight / 2))
+    [...each.querySelectorAll("img")].some(({ clientWidth, clientHeight, naturalWidth, naturalHeight }) => {
+      const scale = Math.min(clientWidth / naturalWidth, clientHeight / naturalHeight);
+      return scale * naturalWidth < 0.95 * each.clientWidth && scale * naturalHeight < 0.95 * each.clientHeight }))
   .map((each) => each.innerText)"""
 SHOWN = """[...document.querySelectorAll("section")].filter((each) => each.checkVisibility()).map((each) => each.id)"""
+NOTES = """[...document.querySelectorAll("aside")].filter((each) => each.checkVisibility())
+  .map((each) => each.innerText)"""
 SMALLEST_TYPE = """Math.min(...[...document.querySelectorAll("section :is(p, li, td, pre)")]
   .map((each) => parseFloat(getComputedStyle(each).fontSize)))"""
 
@@ -36,11 +45,44 @@ def printed_pages(page) -> int:
     return len(re.findall(rb"/Type /Page\b", pdf))
 
 
-def test_there_are_about_25_slides_with_large_type_and_without_the_notes(slides):
-    assert 20 <= slides.evaluate(COUNT) <= 30
-    assert slides.evaluate(COUNT) == len(re.findall(r"^##? ", SLIDES_MD.read_text(), re.MULTILINE))
+def letters(text: str) -> str:
+    """Return a text without its markup, quotes and spaces, as a page and a slide write them differently."""
+    return re.sub(r"\W|_", "", re.sub(r"\]\([^)]*\)", "]", text))
+
+
+def listed(page: str, heading: str) -> list[str]:
+    """Return the items of the list below a heading of a page, without folded answers."""
+    text = (REPOSITORY / f"docs/{page}.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    text = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    items = re.split(r"^(?:-|\d+\.) ", text, flags=re.MULTILINE)[1:]
+    return [letters(re.split(r"\n\n(?=\S)", item)[0]) for item in items]
+
+
+@pytest.mark.promise("the slides show the figure, the key points and the quiz of each section of the afternoon")
+def test_the_deck_has_the_figure_the_key_points_and_the_quiz_of_each_section_of_the_afternoon(slides):
+    shown = slides.evaluate(TEXTS)
+    figures = [re.search(r"^!\[(.*)\]\(", (REPOSITORY / f"docs/{page}.md").read_text(), re.M)[1] for page in SECTIONS]
+    assert len(SECTIONS) >= 5 and shown["figure"] == figures
+    for kind, heading in (("points", "Key points"), ("quiz", "Quiz")):
+        assert list(map(letters, shown[kind])) == [item for page in SECTIONS for item in listed(page, heading)]
+
+
+def test_the_type_is_large(slides):
     assert slides.evaluate(SMALLEST_TYPE) >= 24
-    assert "Say" not in slides.evaluate("document.body.textContent")
+
+
+def test_the_key_n_shows_the_notes_and_the_answers_which_otherwise_nobody_sees(slides):
+    assert sum(len(row.get("say", "").split()) for row in AFTERNOON) <= 400
+    number = slides.evaluate("document.querySelector('.quiz').id")
+    slides.evaluate(f"location.replace('#{number}')")
+    assert slides.evaluate(NOTES) == []
+    slides.press("n", 78)
+    (notes,) = slides.evaluate(NOTES)
+    answer = (REPOSITORY / f"docs/{SECTIONS[0]}.md").read_text().split("<details><summary>Answer</summary>")[1]
+    assert letters(answer.strip().splitlines()[0])[:30] in letters(notes)
+    assert all(letters(row["say"]) in letters(slides.evaluate("document.body.textContent")) for row in AFTERNOON)
+    slides.press("n", 78)
+    assert slides.evaluate(NOTES) == []
 
 
 def test_keys_move_through_the_slides_and_the_address_names_the_current_one(slides):
@@ -77,15 +119,7 @@ def test_slides_are_one_file_that_prints_one_slide_per_page(site, slides):
     assert not re.findall(r'(?:src|href)="(?!data:|#)', (site / "slides.html").read_text())
 
 
+@pytest.mark.promise("the sheet prints on one page")
 def test_the_sheet_of_commands_prints_on_one_page(page, address):
     page.visit(f"{address}/docs/instructor/sheet.html")
     assert printed_pages(page) == 1
-
-
-def test_each_number_of_the_slides_is_on_a_page_of_the_afternoon():
-    """Times and job ids are not checked."""
-    pages = " ".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ROUTE)
-    text = re.sub(r"\d:\d\d|4711|\d+ minutes", "", SLIDES_MD.read_text().partition("## In each new shell")[2])
-    numbers = set(re.findall(r"(?<![\w.,])\d+(?:[.,]\d+)+(?!\w)|(?<![\w.,])\d{2,}(?!\w)", text))
-    assert len(numbers) > 20
-    assert {number for number in numbers if not re.search(rf"(?<![\d.,]){re.escape(number)}(?!\d)", pages)} == set()
