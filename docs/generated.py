@@ -170,7 +170,7 @@ def schedule(name: str) -> Iterator[tuple[int, int, dict]]:
     for row in AGENDAS["agendas"][name]["rows"]:
         length = row.get("minutes", minutes(row["page"]) if "page" in row else 0)
         yield now, length, row
-        now += length
+        now = 0 if row.get("ends_day") else now + length
 
 
 def numbers_in_words(numbers: list[int]) -> str:
@@ -186,8 +186,10 @@ def numbers_in_words(numbers: list[int]) -> str:
 
 
 def agenda(name: str) -> None:
-    end = max(start + length for start, length, _ in schedule(name))
-    lines = [f"| {AGENDAS['agendas'][name]['title']} ({clock(end).replace(':', ' h ')}) | |", "| --- | --- |"]
+    ends = [start + length for start, length, row in schedule(name) if row.get("ends_day")]
+    *_, (start, length, _) = schedule(name)
+    hours = " and ".join(clock(end).replace(":", " h ") for end in [*ends, start + length])
+    lines = [f"| {AGENDAS['agendas'][name]['title']} ({hours}) | |", "| --- | --- |"]
     for start, length, row in schedule(name):
         what = row.get("pause", "")
         if page := row.get("page"):
@@ -210,7 +212,7 @@ def time_plan() -> None:
 def choice(entry: str) -> tuple[int, list[str]]:
     """Return how many jobs an entry of agendas.yaml means, and the folders among which a pair chooses."""
     number, pattern = re.findall(r"^(?:(\d+) of )?(.*)", entry)[0]
-    found = [name for name in scripts() if fnmatch(name, pattern.replace("**/", "*"))]
+    found = [name for name in scripts() if fnmatch(name, pattern)]
     if not found:
         raise SystemExit(f"error: docs/agendas.yaml: {entry}: no such experiment")
     return int(number or 1), found
