@@ -23,6 +23,8 @@ from sphinx.util import logging
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent
 DAY, SHEET, SHEET_STYLE = "docs/instructor/day", "docs/instructor/sheet", HERE / "sheet.css"
+AGENDAS = yaml.safe_load((DOCS / "agendas.yaml").read_text())
+SECTIONS = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
 LINES, LETTERS = 12, 68  # of text on a slide, and in a line of it
 SLIDE = """<section id="{number}" class="{kind}">
 {content}
@@ -66,7 +68,7 @@ class Row:
 
 def agenda() -> list[Row]:
     """Return the afternoon: the rows of docs/agendas.yaml, with the times that docs/instructor/day.md shows."""
-    rows = yaml.safe_load((DOCS / "agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
+    rows = AGENDAS["agendas"]["afternoon"]["rows"]
     text = (
         (DOCS / "instructor/day.md").read_text().partition('generated.agenda("afternoon")')[2].partition("[[[end]]]")[0]
     )
@@ -191,8 +193,10 @@ def slides_of_page(app: Any, row: Row) -> Iterator[Slide]:
         yield Slide("figure", "", figure(builder, images[0]))
     for part in divide(key_points):
         yield Slide("points", "Key points", f"<ul>{render(builder, part)}</ul>")
+    # The instructor alone submits the jobs that the class shares
+    shared = "shared" in SECTIONS[row.page] and "pair" not in SECTIONS[row.page]
     start = list(commands(find_section(document, "start-now")))
-    for part in divide(start):
+    for part in divide([] if shared else start):
         yield Slide("start", "Start now", render(builder, part))
     folded = list(map(question_and_answer, quiz))
     questions = [nodes.list_item("", *(part.deepcopy() for part in question)) for question, _ in folded]
