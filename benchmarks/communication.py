@@ -161,12 +161,15 @@ def sent(row: dict) -> float:
 
 def page_table(results: dict, strategies: Sequence[str]) -> str:
     """Return the table of some strategies, for the pages."""
-    kinds = ("all-reduce", "reduce", "reduce-scatter", "all-gather")
+    rows = [row for row in results["rows"] if row["strategy"] in strategies]
+    kinds = [
+        kind
+        for kind in ("all-reduce", "reduce", "reduce-scatter", "all-gather")
+        if any(payload(row, kind) for row in rows)
+    ]
     columns = ("Strategy", "Accumulation", *(kind.capitalize() for kind in kinds), "Sent")
     lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    for row in results["rows"]:
-        if row["strategy"] not in strategies:
-            continue
+    for row in rows:
         numbers = [payload(row, kind) for kind in kinds]
         assert abs(sum(SENT[kind] * number for kind, number in zip(kinds, numbers, strict=True)) - sent(row)) < 1e-6
         cells = [f"{number:.1f}" if number else "" for number in numbers]

@@ -22,7 +22,7 @@ import yaml
 from config import CUSTOM_SIZES, KNOBS, TRAINER_KNOBS, DataArguments, ModelArguments
 from reporting.definitions import table_definition
 from reporting.metrics import column_header
-from shared.units import GIB
+from shared.units import GB, GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
@@ -429,7 +429,6 @@ COMMUNICATION = {
     "": ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FULL_SHARD"],
     "zero": ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
     "fsdp": ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2 x 2"],
-    "tensor-parallel": ["TP 2", "TP 2 x FSDP 2"],
 }
 
 
@@ -437,6 +436,29 @@ def communication(section: str = "") -> None:
     """Print the bytes that the methods of a section send, as benchmarks/communication.py counted them."""
     benchmark = load("benchmarks/communication.py")
     show(benchmark.page_table(benchmark.read_results(), COMMUNICATION[section]))
+
+
+def tensor_parallel() -> None:
+    """Print what a rank sends and holds when section 16's model trains on 4 questions in a step, by the estimate."""
+    from estimate.command_line import parse_plan
+    from estimate.communication import sent_bytes
+    from estimate.memory import estimate_parts, totals
+    from estimate.model_shape import trace_shape
+
+    model = "--model_name custom-gpt --per_device_train_batch_size 1 --bf16"
+    rows = []
+    for name, accumulation, flags in (
+        ("FSDP 2", 2, "--fsdp --gpus 2"),
+        ("TP 2", 4, "--tensor_parallel 2"),
+        ("FSDP 4", 1, "--fsdp --gpus 4"),
+        ("TP 4", 4, "--tensor_parallel 4"),
+        ("TP 2 x FSDP 2", 2, "--tensor_parallel 2 --fsdp --gpus 4"),
+    ):
+        words = f"{model} {flags} --gradient_accumulation_steps {accumulation}".split()
+        settings = parse_plan(words, environment={})
+        sent, held = sent_bytes(trace_shape(settings), settings) / GB, totals(estimate_parts(settings), 1)[0] / GIB
+        rows.append([name, f"1 x {accumulation}", f"{sent:.2f}", f"{held:.1f}"])
+    show_table(["", "Micro batch x accumulation", "GB that a rank sends in a step", "GiB that a rank holds"], rows)
 
 
 def prediction() -> None:

@@ -36,6 +36,6 @@ def findings() -> Iterator[str]:
         if number > limit:
             yield f"{name}: has {number} words, the limit is {limit}; cut, or move to the page that owns the fact"
     for page in SECTIONS:
-        if not re.search(r"^\| Commands and exercise \| \d*[05] min \|$", TEXTS[page], re.MULTILINE):
-            row = "| Commands and exercise | 20 min |"
+        if not re.search(r"^\| Commands and exercise \| \d*[05] min, without reading \|$", TEXTS[page], re.MULTILINE):
+            row = "| Commands and exercise | 20 min, without reading |"
             yield f"{relative_name(page)}: its head does not say how long its commands and exercise take; write {row}"
