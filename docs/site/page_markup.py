@@ -3,6 +3,7 @@
 - Commands for a cluster and for a laptop that follow each other become two tabs.
 - The README's map becomes the navigation, with the groups and times of the map.
 - Tables and code get the markup with which site.css makes them readable on a narrow screen.
+- Figures become part of the page, so that they have its colours in light and in dark mode.
 """
 
 import html
@@ -82,7 +83,8 @@ def change_html(app, page: str, template: str, context: dict, doctree) -> None:
     # Mark flags, because a browser breaks lines after the dashes in them
     flag = r'<span class="flag">\g<0></span>'
     code = r"<(pre|code)\b.*?</\1>"
-    context["body"] = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
+    body = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
+    context["body"] = re.sub(r'<img alt="([^"]*)" src="[^"]*_images/([\w-]+)\.svg" />', insert_figure, body)
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = re.sub(r" \((\d+ min)\)</a>", r' <span class="time">\1</span></a>', tree)
 
@@ -98,6 +100,15 @@ def prepare_table(table: re.Match) -> str:
     labels = itertools.cycle(map(html.escape, heads))
     text = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', text)
     return text.replace('class="', 'class="many-columns ', 1)
+
+
+def insert_figure(image: re.Match) -> str:
+    """Return the SVG element of a figure. Its ids begin with the figure's name, because a page may have two figures."""
+    description, name = image.groups()
+    file = (REPOSITORY / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+    svg = file[file.index("<svg") :].replace("<svg ", f'<svg class="figure" role="img" aria-label="{description}" ', 1)
+    svg = re.sub("<metadata>.*?</metadata>|<style>.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    return re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
 
 
 def wrap_lines(block: re.Match) -> str:

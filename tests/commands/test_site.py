@@ -82,6 +82,27 @@ def test_texts_have_enough_contrast_in_light_and_dark_mode(page, address, name, 
     assert len(backgrounds) == 2
 
 
+def test_figures_have_the_ink_and_the_ground_of_their_page(page, address):
+    inks = set()
+    for scheme in ("dark", "light"):
+        page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        page.visit(f"{address}/docs/pipeline.html")
+        assert page.evaluate("document.querySelectorAll('svg.figure[role=img][aria-label]').length") == 2
+        assert page.evaluate("document.querySelectorAll('img[src$=svg]').length") == 0
+        ids = page.evaluate("[...document.querySelectorAll('svg.figure [id]')].map((each) => each.id)")
+        assert len(ids) == len(set(ids))
+        axis = 'svg.figure [style*="stroke: currentColor"]'
+        assert page.evaluate(f"getComputedStyle(document.querySelector('{axis}')).stroke") == page.evaluate(
+            "getComputedStyle(document.querySelector('article p')).color"
+        )
+        inks.add(page.evaluate("getComputedStyle(document.querySelector('svg.figure')).color"))
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('svg.figure')).backgroundColor")
+            == "rgba(0, 0, 0, 0)"
+        )
+    assert len(inks) == 2
+
+
 def test_no_code_is_cut_at_1280_pixels(site, page, address):
     page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
     for path in site.rglob("*.html"):
