@@ -15,7 +15,7 @@ from estimate.model_shape import Shape, trace_shape
 from memory_bars import Bar, Groups, draw_groups
 from reporting.colours import EMPTY
 from shared.units import GB, GIB
-from style import PARTS, WIDTH
+from style import INK, PARTS, WIDTH
 
 GPUS = 4
 RANK = 8  # of the adapters
@@ -109,7 +109,7 @@ def draw_matrices(axes: Axes) -> None:
             axes.add_patch(Rectangle((right, frozen + down), side, side, **look))
             axes.add_patch(Rectangle((right, trained + down), thin, side, **PARTS[part]))
             axes.add_patch(Rectangle((right + 0.25, trained + side - thin + down), side, thin, **PARTS[part]))
-    for x, text, ink in ((0.375, "W\nfrozen", "white"), (1.625, "none", "black"), (2.95, "none", "black")):
+    for x, text, ink in ((0.375, "W\nfrozen", "white"), (1.625, "none", INK), (2.95, "none", INK)):
         axes.text(x, frozen + side / 2, text, ha="center", va="center", color=ink)
     axes.text(0.075, trained + side / 2, "B", ha="center", va="center", color="white")
     axes.text(0.25 + side / 2, trained + side - thin / 2, "A", ha="center", va="center_baseline", color="white")

@@ -7,12 +7,12 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from style import WIDTH
+from style import INK, WIDTH
 
 RUNS = Path(__file__).with_name("batch-size.json")
 BATCHES = {
-    16: {"color": "black", "marker": "o"},
-    64: {"color": "#b2182b", "marker": "s"},
+    16: {"color": INK, "marker": "o"},
+    64: {"color": "#d6604d", "marker": "s"},
     256: {"color": "#4393c3", "marker": "^"},
 }
 RATES = {"the same rate": "-", "square root": "--", "linear": ":"}
@@ -32,7 +32,7 @@ def batch_size() -> Figure:
     steps.set_xticks([], minor=True)
     lines = {f"batch of {batch}": Line2D([], [], linestyle="", **how) for batch, how in BATCHES.items()}
     lines |= {
-        f"rate: {rate.removesuffix(' rate')}": Line2D([], [], color="black", linestyle=dashes)
+        f"rate: {rate.removesuffix(' rate')}": Line2D([], [], color=INK, linestyle=dashes)
         for rate, dashes in RATES.items()
     }
     figure.legend(lines.values(), lines, loc="outside upper left", ncols=6, frameon=False, columnspacing=1.2)

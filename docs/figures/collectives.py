@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from reporting.colours import EMPTY, RANKS
-from style import PHONE_WIDTH, Point, arrow, canvas
+from style import INK, PHONE_WIDTH, Point, arrow, canvas
 
 SIZE = 4  # ranks, and parts of a tensor
 CELL = 0.19  # inches
@@ -67,7 +67,7 @@ def draw_cell(axes: Axes, corner: Point, cell: int | str | None, part: int) -> N
         axes.add_patch(Rectangle(corner, CELL, CELL, linewidth=0.5, **EMPTY))
         return
     summed = cell == SUM
-    look = {"facecolor": "#404040" if summed else RANKS[cell], "edgecolor": "black", "linewidth": 0.5}
+    look = {"facecolor": "#404040" if summed else RANKS[cell], "edgecolor": INK, "linewidth": 0.5}
     axes.add_patch(Rectangle(corner, CELL, CELL, zorder=1.5, **look))
     text, ink = (SUM, "white") if summed else (f"{cell}{part}", "black")
     axes.text(corner[0] + CELL / 2, corner[1] + CELL / 2, text, ha="center", va="center_baseline", color=ink)

@@ -7,15 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from reporting.colours import EMPTY, PHASES, RANKS
-from style import WIDTH, Point, Sides, arrow, box, canvas, sides
+from style import INK, RED, WIDTH, Point, Sides, arrow, box, canvas, sides
 
 MARGIN = 0.1
-FAINT = "#555555"
+FAINT = (INK, 0.7)
 SENDS = PHASES["communication"]["color"]
 COLLECTIVE = {"facecolor": SENDS, "edgecolor": SENDS, "ink": "white"}
-STOP = {"facecolor": "white", "edgecolor": "#c00000"}
-PLAIN = {"facecolor": "white", "edgecolor": "#8c8c8c"}
-SAME = {"facecolor": "#eeeeee", "edgecolor": "#8c8c8c"}  # all ranks have the same numbers
+STOP = {"facecolor": "none", "edgecolor": RED}
+PLAIN = {"facecolor": "none", "edgecolor": "#8c8c8c"}
+SAME = {"facecolor": ("#8c8c8c", 0.2), "edgecolor": "#8c8c8c"}  # all ranks have the same numbers
 
 
 def columns(widths: list[float]) -> list[float]:
@@ -132,7 +132,7 @@ def multi_node() -> Figure:
     figure, axes = canvas(2.85)
     left = 1.85
     for name, y, height in (("node1", 1.2, 1.55), ("node2", MARGIN, 0.9)):
-        frame = {"facecolor": "#f7f7f7", "edgecolor": "#bbbbbb"}
+        frame = {"facecolor": ("#8c8c8c", 0.08), "edgecolor": "#8c8c8c"}
         axes.add_patch(Rectangle((left, y), WIDTH - MARGIN - left, height, **frame))
         axes.text(left + 0.1, y + height - 0.08, name, va="top", weight="bold")
     srun = box(axes, MARGIN, 1.125, 1.3, 0.5, "srun\none task per node")
@@ -152,7 +152,7 @@ def multi_node() -> Figure:
         started.append(ranks)
     axes.text(3.15, meeting.left[1] + 0.04, "3 both join", va="bottom")
     arrow(axes, started[0].bottom, started[1].top, arrowstyle="<|-|>", linewidth=1.6, color=SENDS)
-    axes.text(started[0].bottom[0] + 0.1, meeting.left[1], "5 NCCL", va="center", color=SENDS)
+    axes.text(started[0].bottom[0] + 0.1, meeting.left[1], "5 NCCL", va="center")
     return figure
 
 
@@ -165,7 +165,7 @@ def tensor_parallel() -> Figure:
     box(axes, everyone, 0.15, 0.3, 2.3, "", **COLLECTIVE)
     axes.text(everyone + 0.15, 1.3, "all-reduce", ha="center", va="center", rotation=90, color="white")
     for rank, middle in enumerate((1.95, 0.65)):
-        own = {"facecolor": RANKS[rank], "edgecolor": "#333333"}
+        own = {"facecolor": RANKS[rank], "edgecolor": INK, "ink": "black"}
         name = "₀₁"[rank]
         low = middle - 0.25
         axes.text(MARGIN, middle, f"rank {rank}", va="center")
@@ -187,8 +187,8 @@ def draw_halves(axes: Axes, corners: list[Point], own: int, name: str) -> None:
     """Draw the two halves of a matrix, of which the rank holds one."""
     axes.add_patch(Rectangle(corners[1 - own], 0.5, 0.5, **EMPTY))
     x, y = corners[own]
-    axes.add_patch(Rectangle((x, y), 0.5, 0.5, facecolor=RANKS[own], edgecolor="#333333"))
-    axes.text(x + 0.25, y + 0.25, name, ha="center", va="center")
+    axes.add_patch(Rectangle((x, y), 0.5, 0.5, facecolor=RANKS[own], edgecolor=INK))
+    axes.text(x + 0.25, y + 0.25, name, ha="center", va="center", color="black")
 
 
 FIGURES = {

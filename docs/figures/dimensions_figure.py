@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from dimensions import QUESTIONS, dimensions, tensor_sends_by_plan
 from reporting.colours import EMPTY, PHASES, RANKS
 from shared.units import GB
-from style import PHONE_WIDTH, Point, canvas
+from style import INK, PHONE_WIDTH, Point, canvas
 
 MESSAGES = {
     "data": "sends gradients, once in a step",
@@ -21,8 +21,8 @@ MESSAGES = {
 }
 HEIGHT = 6.95
 SENT = PHASES["communication"]["color"]
-HELD = {"edgecolor": "#333333", "linewidth": 0.6}
-GATHERED = {"facecolor": "white", "edgecolor": SENT, "hatch": "...", "linewidth": 0.6}
+HELD = {"edgecolor": INK, "linewidth": 0.6}
+GATHERED = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.6}
 NOT_HELD = {"linewidth": 0.6, **EMPTY}
 # The begin and end of what a rank has of a block or a question
 Share = tuple[float, float]
@@ -105,7 +105,7 @@ def draw_bytes(axes: Axes, where: Point) -> None:
         y = top - 0.66 - 0.27 * row
         length = 0.75 * sent / max(rows.values())
         axes.text(x, y, name, va="center", linespacing=0.95)
-        axes.add_patch(Rectangle((x + 0.78, y - 0.07), length, 0.14, facecolor=SENT))
+        axes.add_patch(Rectangle((x + 0.78, y - 0.07), length, 0.14, facecolor=SENT, edgecolor=INK, linewidth=0.4))
         axes.text(x + 0.83 + length, y, f"{sent / GB:.1f}", va="center")
 
 

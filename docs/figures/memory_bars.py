@@ -13,12 +13,11 @@ from estimate.model_shape import trace_shape
 from reporting.colours import EMPTY
 from settings.settings import Settings
 from shared.units import GB, GIB
-from style import LINKS, PARTS, PHONE_WIDTH, figure_with_legend
+from style import LINKS, PARTS, PHONE_WIDTH, RED, figure_with_legend
 
 CONFIGS = Path(__file__).resolve().parents[2]
 STATE = ("parameters", "gradients", "optimizer state", "buffers")
 ROW, GAP = 0.24, 0.5  # inches from a bar to the next one; rows between two groups of bars
-LIMIT = "#c00000"
 Bar = dict[str, float]  # sizes of the parts of a bar, from left to right
 Groups = dict[str, dict[str, Bar]]  # heading of a group -> label of a bar -> the bar
 
@@ -86,9 +85,9 @@ def baseline() -> Figure:
     bars = {label: peak(*flags) for label, flags in batches.items()}
     figure, axes = memory_figure({"": bars}, "GiB on one GPU, bloom-560m, estimated")
     for memory in (16, 32):
-        axes.axvline(memory, color=LIMIT, linestyle="--", linewidth=1)
+        axes.axvline(memory, color=RED, linestyle="--", linewidth=1)
         axes.annotate(f"a GPU of {memory} GiB", (memory, 1), (0, 2), axes.get_xaxis_transform(),
-                      textcoords="offset points", ha="center", color=LIMIT)  # fmt: skip
+                      textcoords="offset points", ha="center")  # fmt: skip
     axes.set(xlim=(0, 36))
     return figure
 

@@ -4,10 +4,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from style import WIDTH
+from style import INK, WIDTH
 
-POWER = {"color": "black", "linewidth": 1.4, "label": "power, % of the limit"}
-UTILISATION = {"color": "#b2182b", "linewidth": 1, "linestyle": (0, (3, 2)), "label": "utilisation, %"}
+POWER = {"color": INK, "linewidth": 1.4, "label": "power, % of the limit"}
+UTILISATION = {"color": "#d6604d", "linewidth": 1, "linestyle": (0, (3, 2)), "label": "utilisation, %"}
 COMPUTING, EVALUATING, WAITING, OFFLOAD, IDLE = 90, 65, 33, 48, 18  # power in % of the limit
 END = 20  # end of the time axis, which has no unit
 

@@ -1,8 +1,12 @@
 """The style that all figures of the pages share, and the functions with which they are drawn and saved.
 
-A figure is an SVG file with an opaque light ground, so it looks the same in dark mode, on a forge and in print. All
-figures are WIDTH inches wide, which is the width of a page's text, or PHONE_WIDTH inches wide if a telephone must show
-them with readable text. One size of type serves all figures.
+A figure is an SVG file that is readable in light and in dark mode. Text and lines on its ground have the colour INK.
+The file writes INK as currentColor: docs/site/page_markup.py puts the file into a page, so INK is the colour of the
+page's text there, and the ground is transparent. A forge shows the file as an image, which cannot inherit a colour. For
+this case the file has an ink and a ground of its own for each mode.
+
+All figures are WIDTH inches wide, which is the width of a page's text, or PHONE_WIDTH inches wide if a telephone must
+show them with readable text. One size of type serves all figures.
 """
 
 import io
@@ -22,7 +26,14 @@ HERE = Path(__file__).resolve().parent
 WIDTH = 7.36  # inches; a page of 1,280 pixels shows a figure 736 pixels wide, so 8 points are 11 pixels
 PHONE_WIDTH = 4.2  # inches; a telephone shows a figure 350 pixels wide, so 8 points are 9 pixels
 TYPE = 8  # points
+RED = "#d03030"  # a limit or a stop, visible on a light and on a dark ground
+INK = "#000001"  # Matplotlib does not know currentColor, so save replaces this colour
 DECIMALS = re.compile(r"(?<!scale\(0)(?<! -0)(\.\d\d)\d+")  # a text's scale keeps all of them
+# Only the root of a file matches svg:root. A figure in a page does not
+COLOURS = """<style>
+   svg:root { color: black; background: white }
+   @media (prefers-color-scheme: dark) { svg:root { color: #e6edf3; background: #0d1117 } }
+  </style>"""
 CURVE = re.compile(r"C (?:\S+ ){4}(\S+ \S+)")  # two control points, and the end
 STYLE = {
     "font.size": TYPE,
@@ -35,7 +46,9 @@ STYLE = {
     "figure.titlesize": TYPE,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "figure.facecolor": "white",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     "hatch.linewidth": 0.5,
     "svg.fonttype": "path",
     "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each run
@@ -43,7 +56,7 @@ STYLE = {
 plt.rcParams |= STYLE
 # Parts, phases and links as patches: bars and the squares of legends
 PARTS, PHASES, LINKS = (
-    {name: {"edgecolor": "black", "linewidth": 0.4, "facecolor": colours["color"], "hatch": colours.get("hatch")}
+    {name: {"edgecolor": INK, "linewidth": 0.4, "facecolor": colours["color"], "hatch": colours.get("hatch")}
      for name, colours in kind.items()}
     for kind in (colours.PARTS, colours.PHASES, colours.LINKS)
 )  # fmt: skip
@@ -59,8 +72,17 @@ def save(figure: Figure, name: str, folder: Path = HERE) -> None:
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     svg = DECIMALS.sub(r"\1", drawn.getvalue())
-    svg = re.sub(r"<pattern.*?</pattern>", lambda pattern: CURVE.sub(r"L \1", pattern[0]), svg, flags=re.DOTALL)
+    svg = re.sub(r"<pattern.*?</pattern>", prepare_hatch, svg, flags=re.DOTALL).replace(INK, "currentColor")
+    # Matplotlib's own style would apply to all of a page that contains the figure
+    svg = re.sub("<style.*?</style>", COLOURS, svg, count=1, flags=re.DOTALL)
+    svg = svg.replace("<svg ", '<svg stroke-linejoin="round" ', 1)
     (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+def prepare_hatch(pattern: re.Match) -> str:
+    """Simplify the dots of a hatch. A hatch on a colour is black, because the colour is the same in both modes."""
+    hatch = CURVE.sub(r"L \1", pattern[0])
+    return hatch if 'fill="none"' in hatch else hatch.replace(INK, "#000000")
 
 
 def figure_with_legend(height: float, legend: dict[str, dict], columns: int = 7, width: float = WIDTH, **grid: object):
@@ -93,9 +115,9 @@ class Sides(NamedTuple):
     bottom: Point
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, ink="black", **style: object) -> Sides:
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, ink=INK, **style: object) -> Sides:
     """Draw a rounded box with text in its middle. ink: the colour of the text."""
-    style = {"facecolor": "#eef3f8", "edgecolor": "#1f4e79"} | style
+    style = {"facecolor": ("#4393c3", 0.15), "edgecolor": "#4a86b8"} | style
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.0,rounding_size=0.06", **style))
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink)
     return sides(x, y, width, height)
@@ -108,5 +130,5 @@ def sides(x: float, y: float, width: float, height: float) -> Sides:
 
 def arrow(axes: Axes, *points: Point, **style: object) -> None:
     """Draw an arrow along the points. Its head is at the last point."""
-    style = {"arrowstyle": "-|>", "mutation_scale": 7, "linewidth": 0.8, "color": "#333333"} | style
+    style = {"arrowstyle": "-|>", "mutation_scale": 7, "linewidth": 0.8, "color": INK} | style
     axes.add_patch(FancyArrowPatch(path=matplotlib.path.Path(points), **style))

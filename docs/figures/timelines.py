@@ -173,9 +173,11 @@ FIGURES = {
     "multi-gpu": multi_gpu,
     "profile": profile,
     "pipeline-gpipe": partial(
-        pipeline, "gpipe", "GPipe: all forward passes, then all backward passes. White is the bubble."
+        pipeline, "gpipe", "GPipe: all forward passes, then all backward passes. Empty space is the bubble."
     ),
-    "pipeline-1f1b": partial(pipeline, "1f1b", "1F1B: each backward pass as early as possible. White is the bubble."),
+    "pipeline-1f1b": partial(
+        pipeline, "1f1b", "1F1B: each backward pass as early as possible. Empty space is the bubble."
+    ),
 }
 
 if __name__ == "__main__" and sys.argv[1:]:

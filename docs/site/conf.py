@@ -21,6 +21,7 @@ exclude_patterns = [".*", "build", "report", "results", "scripts", "tests"]
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 4  # create the same anchors as GitHub and GitLab
 highlight_language = "none"  # a block without a language is the output of a command
+smartquotes_action = "q"  # no dashes, because "--fsdp" is a flag
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["site.css"]

@@ -1,14 +1,17 @@
 """Change the pages on their way into the web site, so that they guide a reader there. On a forge they stay as written.
 
 - Commands for a cluster and for a laptop that follow each other become two tabs.
-- The README's map becomes the navigation, with the groups and times of the map.
+- The README's map becomes the navigation, with the groups and times of the map. A dot marks the afternoon's sections.
 - Tables and code get the markup with which site.css makes them readable on a narrow screen.
+- Figures become part of the page, so that they have its colours in light and in dark mode.
 """
 
 import html
 import itertools
 import re
 from pathlib import Path
+
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -17,11 +20,18 @@ CLUSTER, LAPTOP = COMMANDS.format(language="bash cluster"), COMMANDS.format(lang
 CLUSTER_AND_LAPTOP = re.compile(
     rf"^( *)(On a cluster[^\n]*:)\n\n({CLUSTER})\n\n *(On a laptop[^\n]*:)\n\n({LAPTOP})$", re.MULTILINE | re.DOTALL
 )
+ROW_TO_FILL_IN = re.compile(
+    r"<tr[^>]*>\s*<td[^>]*><p>(?!</p>)(?:(?!</td>).)*</td>(\s*<td[^>]*><p></p></td>)+\s*</tr>", re.DOTALL
+)
 # Words that people search for, and the heading under which they find the answer
 SEARCH_WORDS = {
     ("docs/troubleshooting", "## Out of memory"): ["out of memory"],
     ("README", "## Your own model and data"): ["csv", "ask a question"],
 }
+
+
+DOT = '<span class="afternoon" role="img" aria-label="afternoon" title="afternoon">●</span>'
+DOT_EXPLAINED = '<p class="legend"><span class="afternoon" aria-hidden="true">●</span> sections of the afternoon</p>'
 
 
 def make_tabs(source: str) -> str:
@@ -55,12 +65,15 @@ def navigation() -> str:
     readme = (REPOSITORY / "README.md").read_text()
     text = readme.split("## The workshop")[1].split("## Your own model")[0]
     workshop_map, reference = text.split("Reference pages:")
+    agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]
+    afternoon = {f"docs/{row['page']}" for row in agendas["afternoon"]["rows"] if "page" in row}
     groups = {"Begin": ["Two commands, first steps <README>"]}
     for number, name, time in re.findall(r"^\| *(\d*) *\| (.*?) \| (.*?) \|", workshop_map, re.MULTILINE):
         if group := re.fullmatch(r"\*\*(.*)\*\*", name):
             pages = groups[group[1]] = []
         elif link := re.fullmatch(r"\[(.*)\]\((.*)\.md\)", name):
-            pages.append(f"{number and number + '. '}{link[1]} ({time}) <{link[2]}>")
+            mark = ", afternoon" if link[2] in afternoon else ""
+            pages.append(f"{number and number + '. '}{link[1]} ({time}{mark}) <{link[2]}>")
     groups["Reference"] = [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", reference))]
     groups["For instructors"] = [
         f"docs/instructor/{name}" for name in ("README", "day", "own-copy", "sheet", "message")
@@ -81,22 +94,43 @@ def change_html(app, page: str, template: str, context: dict, doctree) -> None:
     # Mark flags, because a browser breaks lines after the dashes in them
     flag = r'<span class="flag">\g<0></span>'
     code = r"<(pre|code)\b.*?</\1>"
-    context["body"] = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
-    tree = context.get("furo_navigation_tree", "")
-    context["furo_navigation_tree"] = re.sub(r" \((\d+ min)\)</a>", r' <span class="time">\1</span></a>', tree)
+    body = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
+    context["body"] = re.sub(r'<img alt="([^"]*)" src="[^"]*_images/([\w-]+)\.svg" />', insert_figure, body)
+    context["furo_navigation_tree"] = mark_times(context.get("furo_navigation_tree", ""))
+
+
+def mark_times(tree: str) -> str:
+    """Give the times in the navigation a class, and the sections of the afternoon a dot. Explain the dot above them."""
+    tree = re.sub(r" \((\d+ min)\)</a>", r' <span class="time">\1</span></a>', tree)
+    tree = re.sub(r" \((\d+ min), afternoon\)</a>", rf' <span class="time">{DOT} \1</span></a>', tree)
+    return tree.replace("</ul>", f"</ul>{DOT_EXPLAINED}", 1)
 
 
 def prepare_table(table: re.Match) -> str:
-    """Allow line breaks inside long names. Drop an empty head. If there are many columns, add the head to each cell."""
+    """Allow line breaks inside long names, but not inside times. Drop an empty head.
+
+    If there are many columns, add the head to each cell, and mark a table to fill in.
+    """
     text = re.sub(r"<code.*?</code>", lambda code: re.sub(r"(?<=\w)[_/.](?=\w)", r"\g<0><wbr>", code[0]), table[0])
+    text = re.sub(r"(?<=\d) (?=min\b)", "&nbsp;", text)
     heads = [html.unescape(re.sub("<.*?>", "", head)).strip() for head in re.findall(r"<th\b.*?</th>", text, re.DOTALL)]
     if not any(heads):
         return re.sub("<thead>.*?</thead>", "", text, flags=re.DOTALL).replace('class="', 'class="facts ', 1)
-    if len(heads) < 5:
+    if len(heads) < 5 or "Afternoon" in heads:  # the map has short cells
         return text
     labels = itertools.cycle(map(html.escape, heads))
     text = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', text)
-    return text.replace('class="', 'class="many-columns ', 1)
+    to_fill_in = "fill-in " if ROW_TO_FILL_IN.search(text) else ""
+    return text.replace('class="', f'class="many-columns {to_fill_in}', 1)
+
+
+def insert_figure(image: re.Match) -> str:
+    """Return the SVG element of a figure. Its ids begin with the figure's name, because a page may have two figures."""
+    description, name = image.groups()
+    file = (REPOSITORY / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+    svg = file[file.index("<svg") :].replace("<svg ", f'<svg class="figure" role="img" aria-label="{description}" ', 1)
+    svg = re.sub("<metadata>.*?</metadata>|<style>.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    return re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
 
 
 def wrap_lines(block: re.Match) -> str:

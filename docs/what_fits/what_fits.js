@@ -165,6 +165,7 @@
   const fileName = (method) => (method.config ? method.name : isPlain(method) ? "plain" : "");
 
   const gib = (size) => size.toFixed(1);
+  const isShown = (size) => Number(gib(size)) > 0; // not as 0.0 GiB
   const gb = (size) => size.toFixed(size > 0 && size < 10 ? 2 : 1);
 
   // Return the text of each column
@@ -300,7 +301,7 @@
 
   // possible: the methods of the list. The legend leaves out the parts that no bar shows
   function legend(possible) {
-    const shown = PARTS.filter((part, index) => possible.some(({ needs }) => Number(gib(needs.sizes[index]))));
+    const shown = PARTS.filter((part, index) => possible.some(({ needs }) => isShown(needs.sizes[index])));
     const parts = shown.map((part) => element("li", {}, element("span", { class: partClass(part) }), partName(part)));
     return [...parts, element("li", {}, element("span", { class: "limit" }), `the ${choice.memory} GiB of a GPU`)];
   }
@@ -376,7 +377,8 @@
   }
 
   function chosenMethod({ method, needs }) {
-    const rows = PARTS.map((part, index) => [partName(part), `${gib(needs.sizes[index])} GiB`]);
+    const rows = PARTS.map((part, index) => [partName(part), needs.sizes[index]])
+      .filter(([, size]) => isShown(size)).map(([part, size]) => [part, `${gib(size)} GiB`]);
     rows.push(["in all, on each GPU", `${gib(needs.total)} GiB`]);
     rows.push(["CPU memory of a node", `${gib(needs.cpu)} GiB`]);
     if (choice.gpus !== "1") {

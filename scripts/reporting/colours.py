@@ -21,11 +21,11 @@ PHASES = {
     "backward": {"color": "#5f539c"},
     "optimizer step": {"color": "#a9d18e", "hatch": "..."},
     "communication": {"color": "#01665e"},
-    "wait": {"color": "#ffffff", "hatch": "//"},
+    "wait": {"color": "none", "hatch": "//"},
 }
 LINKS = {
     "inside nodes": {"color": "#80cdc1"},
     "between nodes": {"color": "#01665e", "hatch": "///"},
 }
 RANKS = ["#cde3f2", "#f7d4b5", "#d5e8c8", "#efd6ec"]
-EMPTY = {"facecolor": "white", "edgecolor": "#9a9a9a", "linestyle": "--"}
+EMPTY = {"facecolor": "none", "edgecolor": "#9a9a9a", "linestyle": "--"}

@@ -2,11 +2,14 @@
 
 import html
 import re
+from itertools import pairwise
 from urllib.parse import quote_plus, unquote, urldefrag, urljoin
 
 import pytest
+import yaml
 
 from browser import browse
+from helpers import REPOSITORY
 from shared.paths import workshop_version
 
 # The elements that are wider than the screen or scroll sideways, with the answers of quizzes unfolded
@@ -82,6 +85,27 @@ def test_texts_have_enough_contrast_in_light_and_dark_mode(page, address, name, 
     assert len(backgrounds) == 2
 
 
+def test_figures_have_the_ink_and_the_ground_of_their_page(page, address):
+    inks = set()
+    for scheme in ("dark", "light"):
+        page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        page.visit(f"{address}/docs/pipeline.html")
+        assert page.evaluate("document.querySelectorAll('svg.figure[role=img][aria-label]').length") == 2
+        assert page.evaluate("document.querySelectorAll('img[src$=svg]').length") == 0
+        ids = page.evaluate("[...document.querySelectorAll('svg.figure [id]')].map((each) => each.id)")
+        assert len(ids) == len(set(ids))
+        axis = 'svg.figure [style*="stroke: currentColor"]'
+        assert page.evaluate(f"getComputedStyle(document.querySelector('{axis}')).stroke") == page.evaluate(
+            "getComputedStyle(document.querySelector('article p')).color"
+        )
+        inks.add(page.evaluate("getComputedStyle(document.querySelector('svg.figure')).color"))
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('svg.figure')).backgroundColor")
+            == "rgba(0, 0, 0, 0)"
+        )
+    assert len(inks) == 2
+
+
 def test_no_code_is_cut_at_1280_pixels(site, page, address):
     page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
     for path in site.rglob("*.html"):
@@ -108,6 +132,47 @@ def test_no_table_has_an_empty_head(site):
     for path in site.rglob("*.html"):
         for head in re.findall(r"<thead>.*?</thead>", path.read_text(encoding="utf-8"), re.DOTALL):
             assert re.sub(r"<[^>]*>", "", head).strip(), path
+
+
+def test_empty_cells_on_a_telephone_are_lines_to_fill_in_or_left_out(page, address):
+    page.send("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+    empty = "[...document.querySelectorAll('table.many-columns td:has(> p:empty)')]"
+    for name in ("zero", "multi-gpu", "offload"):
+        page.visit(f"{address}/docs/{name}.html")
+        lines = page.evaluate(
+            f"{empty}.map((cell) => [cell.dataset.label, cell.firstChild.offsetWidth, cell.firstChild.offsetHeight,"
+            "getComputedStyle(cell.firstChild).borderBottomStyle])"
+        )
+        assert len(lines) > 20, name
+        for label, width, height, style in lines:
+            assert label and width > 90 and height > 15 and style == "solid", (name, label)
+    page.visit(f"{address}/docs/collectives.html")
+    assert page.evaluate(f"{empty}.map((cell) => cell.checkVisibility())") == [False] * page.evaluate(f"{empty}.length")
+
+
+def test_the_side_bar_marks_the_sections_of_the_afternoon_and_ends_with_the_other_pages(page, address):
+    agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]
+    page.visit(f"{address}/index.html")
+    marked = page.evaluate(
+        "[...document.querySelectorAll('.sidebar-tree a:has([role=img][aria-label=afternoon][title=afternoon])')]"
+        ".map((each) => each.getAttribute('href'))"
+    )
+    assert marked == [f"docs/{row['page']}.html" for row in agendas["afternoon"]["rows"] if "page" in row]
+    assert page.evaluate("document.querySelector('.sidebar-tree .legend').innerText") == "● sections of the afternoon"
+    captions = page.evaluate(
+        "[...document.querySelectorAll('.sidebar-tree .caption-text')].map((each) => each.innerText)"
+    )
+    assert [each.lower() for each in captions[-3:]] == ["reference", "for instructors", "about"]
+
+
+def test_headings_have_clear_steps(page, address):
+    page.visit(f"{address}/docs/cluster.html")
+    sizes = [
+        page.evaluate(f"parseFloat(getComputedStyle(document.querySelector('article {tag}')).fontSize)")
+        for tag in ("h1", "h2", "h3", "p")
+    ]
+    assert all(larger >= 1.15 * smaller for larger, smaller in pairwise(sizes)), sizes
+    assert sizes[0] >= 1.4 * sizes[1], sizes
 
 
 def test_every_link_leads_somewhere(site):

@@ -34,6 +34,19 @@ def test_the_text_of_a_figure_is_large_enough(name):
     assert scales and min(scales) * 100 * shown / width >= SMALLEST, f"{name}: texts of {min(scales) * 100} points"
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_has_the_ink_of_its_page_and_colours_of_its_own_as_an_image(name):
+    assert "fill: currentColor" in svg(name) and "stroke: currentColor" in svg(name)
+    style = re.findall("<style>(.*?)</style>", svg(name), re.DOTALL)
+    rules = re.findall(r"(\S+) {([^{}]*)}", style[0])
+    assert len(style) == 1 and len(rules) == 2 and "(prefers-color-scheme: dark)" in style[0]
+    for selector, properties in rules:
+        assert selector == "svg:root", f"{selector} would apply to a page that contains the figure"
+        assert re.fullmatch(r" color: \S+; background: \S+ ", properties)
+    # White is the colour of texts on dark boxes. A white box would be a hole in a dark page
+    assert not re.search(r"<path [^>]*fill: (#ffffff|white)", svg(name))
+
+
 # Drawing again
 
 
