@@ -1,4 +1,4 @@
-"""Tests of the class at a glance that need no other process: names, columns, the ends of logs, and the plot."""
+"""Tests of the class at a glance that need no other process: names, columns and the ends of logs."""
 
 import re
 
@@ -6,7 +6,6 @@ import pytest
 
 from helpers import REPOSITORY, bash_blocks
 from report_files import write
-from reporting.classroom_page import letter, round_up
 from reporting.classroom_runs import AFTERNOON, distinct_names, select_experiments
 from reporting.trainer_log import END, done_percent, last_error, log_end
 
@@ -60,8 +59,3 @@ def test_only_the_end_of_a_log_is_read(tmp_path):
     assert (done_percent(log_end(log)), last_error(log_end(log))) == (70, "")
     write(log, "error: one line\n")
     assert (done_percent(log_end(log)), last_error(log_end(log))) == (0, "error: one line")
-
-
-def test_letters_and_ticks():
-    assert [letter(i) for i in (0, 25, 26, 51, 52)] == ["A", "Z", "AA", "AZ", "BA"]
-    assert [round_up(size) for size in (0.03, 1, 3, 7)] == pytest.approx([0.05, 1, 5, 10])

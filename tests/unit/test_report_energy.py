@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from report_files import add_gpu_run, add_run, cell, table, write
-from reporting.classroom_page import Predictions, render_class
+from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
 from reporting.definitions import load_definitions
 from reporting.metrics import metric_value
@@ -108,7 +108,7 @@ def test_the_page_of_a_class_shows_kwh_if_any_are_known(tmp_path, monkeypatch):
     pages = {}
     for names in (["alice", "bjarne"], ["bjarne"]):
         reader = ClassReader([tmp_path / name for name in names], ["baseline"])
-        pages[len(names)] = render_class(reader, reader.read(), Predictions(), False, None)
+        pages[len(names)] = render_class(reader, reader.read(), False, None)
     assert "<p>1 in 2 runs; 0.2 kWh (1 of 2 runs)</p>" in pages[2] and "kWh: energy" in pages[2]
     assert "<p>0.5 in 1 run</p>" in pages[1] and "kWh" not in pages[1]
 
