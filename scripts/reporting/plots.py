@@ -1,7 +1,7 @@
 """Draw the plots of a table. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
 The plots show the numbers of the table's cells. Scaling and scatter plots leave out runs that are not comparable, and
-name them. Each plot is a PNG file, and an SVG for the page. Both have a white ground, which is readable in dark mode.
+name them. Each plot is an SVG with a white ground, which is readable in dark mode.
 """
 
 import io
@@ -9,7 +9,6 @@ import math
 import textwrap
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
@@ -26,7 +25,6 @@ from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, find_log
 
-DPI = 110
 FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks a plot of this width
 HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
@@ -59,16 +57,14 @@ STYLE: Any = {
 Points = list[tuple[float, float]]
 
 
-def draw_plots(table: Table, folder: Path) -> list[Plot]:
-    """Draw the plots for which the table has values, and write them to ``<folder>/<table>-<plot>.png``."""
+def draw_plots(table: Table) -> list[Plot]:
+    """Draw the plots for which the table has values."""
     plots = []
     with matplotlib.rc_context(STYLE):
         for name in table.definition.plots:
             draw, description = DRAWINGS[name]
             if figure := draw(table):
-                path = folder / f"{table.definition.id}-{name}.png"
-                figure.savefig(path, dpi=DPI)
-                plots.append(Plot(path, as_svg(figure), f"{table.definition.title}: {description}"))
+                plots.append(Plot(as_svg(figure), f"{table.definition.title}: {description}"))
     return plots
 
 
@@ -307,28 +303,15 @@ def draw_throughput(table: Table) -> Figure | None:
     """Draw samples per second over GPUs, with a line for ideal scaling from the run with the fewest GPUs."""
     rate = choose_rate(table)
     points = points_over_gpus(table, rate)
-    ideal = [points[0][1] / points[0][0] * gpus for gpus, _ in points]
-    return draw_over_gpus(points, ideal, RATES[rate], left_out_note(table, rate))
-
-
-def draw_efficiency(table: Table) -> Figure | None:
-    """Draw the last efficiency column that has values for at least two runs."""
-    for column, header in reversed([*zip(table.definition.columns, table.definition.headers, strict=True)]):
-        points = points_over_gpus(table, column)
-        if "efficiency." in column and len(points) > 1:
-            return draw_over_gpus(points, [100] * len(points), header, left_out_note(table, column))
-    return None
-
-
-def draw_over_gpus(points: list[tuple[int, float]], ideal: list[float], ylabel: str, left_out: str) -> Figure | None:
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure()
     gpus, measured = zip(*points, strict=True)
+    ideal = [measured[0] / gpus[0] * number for number in gpus]
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, measured, color="black", marker="o", label="measured")
     top = AXIS_HEADROOM * max(*ideal, *measured)
-    axis.set(xlabel=below("GPUs", left_out), ylabel=ylabel, xticks=gpus, ylim=(0, top))
+    axis.set(xlabel=below("GPUs", left_out_note(table, rate)), ylabel=RATES[rate], xticks=gpus, ylim=(0, top))
     axis.legend(frameon=False)
     return figure
 
@@ -347,15 +330,10 @@ def draw_speed(table: Table) -> Figure | None:
             labels.append((row.label, style))
     if len(points) < 2:
         return None
-    figure, (axis,) = new_figure(legend_lines=len(points) + 1)
+    figure, (axis,) = new_figure(legend_lines=len(points))
     for letter, point, (label, (colour, _, marker)) in zip(ascii_letters, points, labels, strict=False):
         axis.plot(*point, color=colour, marker=marker, linestyle="none", label=f"{letter}  {label}")
-    front = pareto_front(points)
     largest, fastest = map(max, zip(*points, strict=True))
-    if largest > front[0][0]:  # Otherwise the line has no length.
-        steps = [*front, (largest, front[-1][1])]
-        axis.step(*zip(*steps, strict=True), where="post", color="#777777", linestyle="--", linewidth=1,
-                  label="Pareto front: no run is faster in less memory", zorder=0)  # fmt: skip
     xlabel = below(f"peak {kind} memory (MiB)", left_out_note(table, rate))
     axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
     axis.locator_params(axis="x", nbins=MAX_TICKS)
@@ -378,15 +356,6 @@ def mark_points(axis: Axes, points: Points) -> None:
         axis.annotate(", ".join(letters), place, xytext=(6, 4), textcoords="offset points", fontsize="small")
 
 
-def pareto_front(points: Points) -> Points:
-    """Return the (memory, speed) points for which no other point is as fast in less memory, sorted by memory."""
-    front: Points = []
-    for mib, rate in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not front or rate > front[-1][1]:
-            front.append((mib, rate))
-    return front
-
-
 def choose_rate(table: Table) -> str:
     """Return the first rate in RATES that at least two runs have."""
     return next((rate for rate in RATES if len(points_over_gpus(table, rate)) > 1), "samples_per_second")
@@ -407,12 +376,12 @@ def below(label: str, note: str) -> str:
     return f"{label}\n{textwrap.fill(note, TEXT_WIDTH)}".strip()
 
 
-def left_out_note(table: Table, column: str) -> str:
+def left_out_note(table: Table, rate: str) -> str:
     """Name the completed runs that a plot leaves out. The text is empty if the plot shows all of them."""
     completed = [row for row in table.rows if row.run and row.run.completed]
     mismatched = [row.label for row in completed if row.mismatches]
-    without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, column)]
-    found = {"not comparable": mismatched, f"no {RATES.get(column, 'efficiency')}": without}
+    without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, rate)]
+    found = {"not comparable": mismatched, f"no {RATES[rate]}": without}
     return " ".join(f"Left out, {reason}: {', '.join(labels)}." for reason, labels in found.items() if labels)
 
 
@@ -422,6 +391,5 @@ DRAWINGS = {  # the plots that a table may name, each with a description
     "held": (draw_held, "parameters, gradients and optimizer state that a rank held, as stacked bars"),
     "peaks": (draw_peaks, "peak memory as bars"),
     "throughput": (draw_throughput, "samples per second over GPUs, next to ideal scaling"),
-    "efficiency": (draw_efficiency, "efficiency over GPUs, next to the ideal 100 %"),
-    "speed": (draw_speed, "speed over peak memory, with the Pareto front"),
+    "speed": (draw_speed, "speed over peak memory"),
 }

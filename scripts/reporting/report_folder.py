@@ -48,7 +48,7 @@ ALL_RUNS = TableDefinition(
 
 
 def write_report(folders: list[Path], output: Path, all_runs: bool, reference: Path | None = None) -> str:
-    """Write index.html, report.json, and a .md, a .csv and the plots of each table that has runs.
+    """Write index.html, report.json, and a .md and a .csv of each table that has runs.
 
     reference: the folder of another report or its report.json. Returns a summary of the written report.
     """
@@ -93,15 +93,15 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
 
 
 def write_tables(tables: list[Table], output: Path) -> dict[str, list[Plot]]:
-    """Write the files of each table that has runs. Returns table name -> its plots."""
+    """Write the files of each table that has runs. Returns table name -> its plots, for the page."""
     from reporting.plots import draw_plots  # Importing matplotlib takes a second, and report.py --job needs no plots.
 
     plots = {}
     for table in tables:
         if table.has_runs:
             name = table.definition.id
-            plots[name] = draw_plots(table, output)
-            (output / f"{name}.md").write_text(render_markdown(table, plots[name]), encoding="utf-8")
+            plots[name] = draw_plots(table)
+            (output / f"{name}.md").write_text(render_markdown(table), encoding="utf-8")
             (output / f"{name}.csv").write_text(render_csv(table), encoding="utf-8")
     return plots
 
@@ -110,5 +110,5 @@ def remove_old_files(definitions: list[TableDefinition], output: Path) -> None:
     """Remove the files of an earlier report. Otherwise a table that no longer has runs would look like a result."""
     (output / NUMBERS_FILE).unlink(missing_ok=True)
     for name in [PREDICTIONS.id, *(definition.id for definition in definitions)]:
-        for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
+        for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv")]:
             path.unlink()
