@@ -133,10 +133,10 @@ def test_long_job_ids_are_short_in_tables(tmp_path):
 def test_a_column_of_notes_appears_only_with_notes(tmp_path):
     add_run(tmp_path, "demo/plain", "1", held=[held(1, 1, 2)])
     add_run(tmp_path, "demo/ddp", "2", held=[held(1, 1, 2)])
-    assert '>Note</th>' not in write_page(tmp_path).html
+    assert ">Note</th>" not in write_page(tmp_path).html
     add_run(tmp_path, "demo/ddp", "2", held=None, missing={"held": "the training had no second step"})
     page = write_page(tmp_path)
-    assert '>Note</th>' in page.html
+    assert ">Note</th>" in page.html
     assert page.section("demo").count("the training had no second step") == 3
 
 
