@@ -113,15 +113,6 @@ class FailureGroup:
     superseded: list[Place] = field(default_factory=list)
 
 
-@dataclass
-class Outlier:
-    """Runs of one experiment with the same unusual settings, which `text` describes."""
-
-    experiment: str
-    text: str
-    places: list[Place] = field(default_factory=list)
-
-
 def render_class(reader: ClassReader, participants: list[Participant], numbers: bool, refresh: int | None) -> str:
     """Return the page. refresh: seconds after which a browser loads the page again, None for a page that stays."""
     names = Names(participants, numbers)
@@ -151,7 +142,7 @@ def render_class(reader: ClassReader, participants: list[Participant], numbers: 
         failing=FAILURES,
         failures=group_failures(places, names),
         outliers=outliers,
-        unusual={place.run: each.text for each in outliers for place in each.places},
+        unusual={place.run: text for (_, text), own in outliers.items() for place in own},
         slurm_answers=reader.slurm_answers,
         gpu_hours=describe_gpu_hours([run for run in runs if run.has_record]) if runs else "",
         own_gpu_hours={each.name: sum_gpu_hours(each.runs) for each in participants},
@@ -206,9 +197,9 @@ def group_failures(places: Iterable[Place], names: Names) -> list[FailureGroup]:
 # --- runs that differ from the class
 
 
-def find_outliers(places: Iterable[Place], names: Names) -> list[Outlier]:
-    """Return the runs with settings that most runs of their experiment do not have."""
-    groups: dict[tuple[str, str], Outlier] = {}
+def find_outliers(places: Iterable[Place], names: Names) -> dict[tuple[str, str], list[Place]]:
+    """Group the runs with settings that most runs of their experiment do not have, by experiment and settings."""
+    groups: dict[tuple[str, str], list[Place]] = defaultdict(list)
     by_experiment: dict[str, list[Place]] = defaultdict(list)
     for place in places:
         if place.run.has_record:
@@ -216,10 +207,9 @@ def find_outliers(places: Iterable[Place], names: Names) -> list[Outlier]:
     for experiment, own in by_experiment.items():
         unusual = unusual_settings([place.run for place in own])
         for place, settings in zip(own, unusual, strict=True):
-            text = names.hide("; ".join([*settings, *place.run.record.overrides]))
-            if text:
-                groups.setdefault((experiment, text), Outlier(experiment, text)).places.append(place)
-    return list(groups.values())
+            if text := names.hide("; ".join([*settings, *place.run.record.overrides])):
+                groups[experiment, text].append(place)
+    return groups
 
 
 def unusual_settings(runs: list[Run]) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Draw the plots of a table. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
-The plots show the numbers of the table's cells. Scaling and scatter plots leave out runs that are not comparable, and
-name them. Each plot is an SVG with a white ground, which is readable in dark mode.
+The plots show the numbers of the table's cells. The plots over GPUs and over memory leave out runs that are not
+comparable, which the page's overview lists. Each plot is an SVG with a white ground, which is readable in dark mode.
 """
 
 import io
@@ -9,7 +9,6 @@ import math
 import textwrap
 from dataclasses import dataclass
 from itertools import cycle
-from string import ascii_letters
 from typing import Any
 
 import matplotlib
@@ -32,7 +31,6 @@ TEXT_WIDTH = 60  # characters of a legend or of a note below an axis
 BAR_NAME_WIDTH = 20  # characters
 PRINTED = ".4g"  # format of a loss in the log
 MAX_TICKS = 6  # more numbers of five digits would touch each other
-LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
 PAUSES_HEIGHT = 0.06  # fraction of an axis, for the bars of one run
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
 # Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
@@ -311,7 +309,7 @@ def draw_throughput(table: Table) -> Figure | None:
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, measured, color="black", marker="o", label="measured")
     top = AXIS_HEADROOM * max(*ideal, *measured)
-    axis.set(xlabel=below("GPUs", left_out_note(table, rate)), ylabel=RATES[rate], xticks=gpus, ylim=(0, top))
+    axis.set(xlabel="GPUs", ylabel=RATES[rate], xticks=gpus, ylim=(0, top))
     axis.legend(frameon=False)
     return figure
 
@@ -331,29 +329,14 @@ def draw_speed(table: Table) -> Figure | None:
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure(legend_lines=len(points))
-    for letter, point, (label, (colour, _, marker)) in zip(ascii_letters, points, labels, strict=False):
-        axis.plot(*point, color=colour, marker=marker, linestyle="none", label=f"{letter}  {label}")
+    for point, (label, (colour, _, marker)) in zip(points, labels, strict=True):
+        axis.plot(*point, color=colour, marker=marker, linestyle="none", label=label)
     largest, fastest = map(max, zip(*points, strict=True))
-    xlabel = below(f"peak {kind} memory (MiB)", left_out_note(table, rate))
-    axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
+    axis.set(xlabel=f"peak {kind} memory (MiB)", ylabel=RATES[rate])
+    axis.set(xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
     axis.locator_params(axis="x", nbins=MAX_TICKS)
-    mark_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
-
-
-def mark_points(axis: Axes, points: Points) -> None:
-    """Write a letter next to each point. Points that are close to each other share one label.
-
-    A number would look like a stage or a number of GPUs.
-    """
-    width, height = axis.get_xlim()[1] * LABEL_DISTANCE, axis.get_ylim()[1] * LABEL_DISTANCE
-    labels: dict[tuple[float, float], list[str]] = {}
-    for letter, (x, y) in zip(ascii_letters, points, strict=False):
-        place = next((p for p in labels if abs(p[0] - x) < width and abs(p[1] - y) < height), (x, y))
-        labels.setdefault(place, []).append(letter)
-    for place, letters in labels.items():
-        axis.annotate(", ".join(letters), place, xytext=(6, 4), textcoords="offset points", fontsize="small")
 
 
 def choose_rate(table: Table) -> str:
@@ -374,15 +357,6 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
 def below(label: str, note: str) -> str:
     """Return the text below an axis: its label, and the note if there is one."""
     return f"{label}\n{textwrap.fill(note, TEXT_WIDTH)}".strip()
-
-
-def left_out_note(table: Table, rate: str) -> str:
-    """Name the completed runs that a plot leaves out. The text is empty if the plot shows all of them."""
-    completed = [row for row in table.rows if row.run and row.run.completed]
-    mismatched = [row.label for row in completed if row.mismatches]
-    without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, rate)]
-    found = {"not comparable": mismatched, f"no {RATES[rate]}": without}
-    return " ".join(f"Left out, {reason}: {', '.join(labels)}." for reason, labels in found.items() if labels)
 
 
 DRAWINGS = {  # the plots that a table may name, each with a description

@@ -15,7 +15,7 @@ from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from report_files import RUNS, RUNS_OF_1_0_0, add_run, cell, table
 from reporting.definitions import load_definitions
 from reporting.metrics import HELD
-from reporting.report_folder import ALL_RUNS, PREDICTIONS, write_report
+from reporting.report_folder import ALL_RUNS, write_report
 
 WAY_OUT = "see the comment at its top"
 GOLDEN = REPOSITORY / "tests" / "data" / "report"
@@ -92,7 +92,7 @@ def test_tables_of_methods_show_what_a_rank_held():
 
 def test_the_peak_of_a_rank_is_next_to_the_peak_of_all_processes():
     """A sample of the log that was taken during a fork counts a process twice."""
-    for definition in [*DEFINITIONS, PREDICTIONS, ALL_RUNS]:
+    for definition in [*DEFINITIONS, ALL_RUNS]:
         assert ("peak_cpu" in definition.columns) == ("peak_process" in definition.columns), definition.id
 
 
@@ -206,15 +206,10 @@ def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
     add_run(tmp_path, "baseline", "1", **kept)
     add_run(tmp_path, "efficiency/recipe", "2", **kept, nodes=["another"])
     add_run(tmp_path, "fsdp-baseline", "3")
-    memory = table(tmp_path, "gpu-memory")
-    for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
-        assert cell(memory, "Baseline", column).value == value
-    write_report([tmp_path], tmp_path / "report", all_runs=False)
-    predictions = read_rows(tmp_path / "report" / "prediction.csv")
-    assert {name: value for (name, column), value in predictions.items() if column == "Estimated CPU memory (MiB)"} == {
-        "baseline job 1": "120.0",
-        "efficiency/recipe job 2": "120.0",
-    }
+    for shown, label in (("gpu-memory", "Baseline"), ("efficiency-tiny-bloom", "Recipe")):
+        found = table(tmp_path, shown)
+        for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
+            assert cell(found, label, column).value == value
     assert asked == [1]
     add_run(tmp_path, "baseline", "1", configs={"model": {}})
     assert cell(table(tmp_path, "gpu-memory"), "Baseline", "estimated_cpu").note == (
