@@ -1,18 +1,17 @@
 """Energy, power and activity of GPUs in the report and on the page of a class. All numbers are made up."""
 
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from report_files import add_gpu_run, add_run, cell, table, write
+from report_files import add_gpu_run, add_run
 from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
 from reporting.definitions import load_definitions
 from reporting.metrics import metric_value
 from reporting.render import describe_gpu_hours
-from reporting.report_folder import ALL_RUNS, write_report
+from reporting.report_folder import ALL_RUNS
 from reporting.runs import Missing, Run, find_runs
 
 ENERGY = ["kwh", "joules_per_question", "joules_per_1000_tokens", "mean_watts", "power_share"]
@@ -126,25 +125,3 @@ def test_true_utilisation_is_next_to_the_duty_cycle():
             assert each.columns[each.columns.index("gpu_utilisation") + 1] == "sm_activity", each.id
     busy = next(each for each in load_definitions() if each.id == "gpu-activity")
     assert {"gpu_utilisation", "mfu", *ACTIVITY} <= {*busy.columns}
-
-
-def test_a_complete_report_of_gpu_runs(tmp_path):
-    """Three methods on two GPUs, a run that needed too much memory, and a run on an older GPU."""
-    for job, name in enumerate(("ddp", "fsdp2", "zero3"), 1):
-        add_gpu_run(tmp_path, f"methods-comparison/{name}", str(job), gpus=2)
-    failed = {"status": "oom", "exit_code": 1, "train": None, **NOTHING}
-    folder = add_gpu_run(tmp_path, "methods-comparison/zero3_offload", "4", gpus=2, **failed)
-    write(folder / "log" / "zero3_offload_4.out", "error: memory: CUDA out of memory; lower --max_length\n")
-    old = {"hardware__gpu": "Tesla V100-SXM2-32GB", "gpu_activity": None, "missing": {"gpu_activity": OLD}}
-    add_gpu_run(tmp_path, "baseline", "5", callbacks={"avg_gpu_util_%": 98.0}, train__mfu_percent=21.0, **old)
-    write_report([tmp_path], tmp_path / "report", all_runs=False)
-
-    rows = list(csv.DictReader((tmp_path / "report" / "runs.csv").open()))
-    assert [row["kWh"] for row in rows] == ["0.4", "0.4", "0.4", "", "0.2"]
-    assert "kWh: the run's status is oom" in rows[3]["remarks"]
-    busy = table(tmp_path, "gpu-activity")
-    assert [cell(busy, "Baseline", name).value for name in ("gpu_utilisation", "mfu")] == [98, 21]
-    html = (tmp_path / "report" / "index.html").read_text()
-    assert "GPU-hours: 4 in 4 runs; 1.2 kWh (3 of 4 runs)" in html
-    assert "<dt>GPU-hours</dt><dd>0.5 in 1 run; 0.2 kWh</dd>" in html
-    assert f"Empty columns left out: SM activity (%), Tensor core activity (%), DRAM activity (%) ({OLD})." in html
