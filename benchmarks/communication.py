@@ -8,7 +8,7 @@ Each row is a run of scripts/train.py for a few steps in bf16, with two or four 
 PyTorch sees the tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, from Python or from C++.
 The benchmark counts the kind, number and size of the collectives, which do not depend on the hardware. It skips
 messages of less than 1 KiB, such as a loss, a norm or a stop flag.
-scripts/rehearse.py counts the collectives of rank 0 in the same way for any world size.
+benchmarks/rehearse.py counts the collectives of rank 0 in the same way for any world size.
 tests/integration/test_rehearse.py compares its counts with these results.
 
 `payload`: bytes of the whole tensor (the parts of all ranks together) in one optimizer step, per model parameter.
@@ -29,7 +29,7 @@ from pathlib import Path
 from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, read_result, run_training, versions
 
 sys.path.insert(0, str(SCRIPTS))
-from estimate.read_collective import SENT, SMALL, read_collective
+from rehearsal.read_collective import SENT, SMALL, read_collective
 
 # The blocks have about the same share of the parameters as in bloom-1b1. With a larger embedding or fewer blocks, a
 # single layer would dominate the counts.

@@ -21,12 +21,11 @@ prepare_imports()  # must come before the other imports, because PyTorch reads v
 from config import ALL, HUB_SIZES
 from data_loader import is_local, read_local, resolve_size
 from distributed.collectives import ranks_per_gpu
-from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
 from estimate.compare import comparison, gpu_memory, verdict
 from estimate.memory import estimate_parts, move_to_cpu, parts_at_peak, sums_by_interval, totals
-from estimate.model_shape import Shape, describe_parameters, trace_shape
+from estimate.model_shape import describe_parameters, trace_shape
 from settings.settings import Settings
 from shared.errors import run_program
 from shared.units import GB, GIB
@@ -60,7 +59,6 @@ def memory_table(settings: Settings) -> str:
         verdict("one GPU" if ranks_per_gpu() == 1 else "a rank's part of a GPU", on_gpu, gpu_memory(settings)),
         verdict("one node", on_node, given.cpu_memory),
         slurm_request(on_node, given.gpus // given.nodes, given.cpu_memory),
-        deepspeed_estimate(shape, settings),
         "Not counted: CUDA context, NCCL, fragmentation.",
     ]
     return "\n".join(filter(None, lines))
@@ -79,25 +77,6 @@ def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None)
     if cpu_memory and asked > cpu_memory:
         reserve += "; more than the node has: request all of it"
     return f"for sbatch: --mem={asked}G ({reserve})"
-
-
-def deepspeed_estimate(shape: Shape, settings: Settings) -> str:
-    """Return the line with DeepSpeed's own estimate of the model state, empty for stages other than 2 and 3."""
-    zero = settings.zero
-    if zero.get("stage") not in (2, 3) or shape.frozen:  # DeepSpeed's estimator assumes that all parameters are trained
-        return ""
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-    size = (settings.estimate.gpus // settings.estimate.nodes, settings.estimate.nodes)
-    cpu_offload = offloaded(zero, "optimizer")
-    if zero["stage"] == 2:
-        cpu, gpu = estimate_zero2_model_states_mem_needs(shape.parameters, *size, cpu_offload)
-    else:
-        cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
-            shape.parameters, max(shape.sizes), *size, cpu_offload, offloaded(zero, "param")
-        )
-    return f"DeepSpeed's own estimator, model state only: {gpu / GIB:.2f} GiB per GPU, {cpu / GIB:.2f} GiB per node"
 
 
 def batch_line(settings: Settings) -> str:

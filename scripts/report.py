@@ -114,9 +114,9 @@ def check_class_arguments(arguments: argparse.Namespace) -> bool:
 
 def report_class(arguments: argparse.Namespace) -> str:
     from reporting.classroom_folder import write_class
-    from reporting.classroom_runs import AFTERNOON, select_experiments
+    from reporting.classroom_runs import afternoon_experiments, select_experiments
 
-    experiments = select_experiments(arguments.experiments) if arguments.experiments else AFTERNOON
+    experiments = select_experiments(arguments.experiments) if arguments.experiments else afternoon_experiments()
     return write_class(arguments.clones, arguments.output, experiments, arguments.numbers, arguments.watch)
 
 

@@ -1,4 +1,4 @@
-"""A made-up class for tests and benchmarks: clones of participants with records and logs, and an answer of squeue."""
+"""A made-up class for tests: clones of participants with records and logs, and an answer of squeue."""
 
 import copy
 import json
@@ -23,8 +23,6 @@ ERRORS = [
 ]
 NO_MEMORY = "error: memory: CUDA out of memory; lower --per_device_train_batch_size or --max_length, or offload"
 LINE = "=" * 60
-# Predicted GiB of the settings below, by ranks and stage of ZeRO (None: without), so that points lie near the diagonal
-PREDICTED = {(1, None): 19.07, (2, None): 21.1, (2, 1): 15.9, (2, 2): 15.2, (2, 3): 17.8}
 
 
 @dataclass
@@ -86,7 +84,7 @@ def log_text(experiment: str, job_id: str, percent: int, *last: str, summary: st
 
 
 def add_job(clone: Path, experiment: str, job_id: str, started: datetime, state: str, *, gpus: int = 0,
-            error: str = "", percent: int = 100, peak: float = 0, **changes: object) -> Path:  # fmt: skip
+            error: str = "", percent: int = 100, **changes: object) -> Path:  # fmt: skip
     """Write the files of a job. state: a status of a record, or `refused` for a job that ended without a record."""
     folder = clone / "experiments" / experiment
     log = folder / "log" / f"{experiment.replace('/', '_')}_{job_id}.out"
@@ -100,50 +98,37 @@ def add_job(clone: Path, experiment: str, job_id: str, started: datetime, state:
     write(folder / "results" / f"{job_id}.json", json.dumps(made))
     write(folder / "cpu_memory" / f"cpu_memory_log_{job_id}.txt", cpu_log(*range(400, 1400, 4)))
     if gpus:
-        samples = [min(peak or 9000, 1000 + 200 * i) for i in range(240)]
+        samples = [min(9000, 1000 + 200 * i) for i in range(240)]
         write(folder / "gpu_memory" / f"gpu_memory_log_{job_id}.csv", gpu_log(*samples, gpus=gpus))
     return folder
 
 
-def make_class(top: Path, experiments: list[str], people: int = 20, gpu: bool = False, runs: int = 0) -> MadeUpClass:
-    """Write a class in all states. The clone of the thirteenth participant is missing.
-
-    gpu: the jobs had GPUs. runs: give each participant this number of runs, of which the last one still runs.
-    """
+def make_class(top: Path, experiments: list[str]) -> MadeUpClass:
+    """Write a class in all states. The clone of the thirteenth participant is missing."""
     chance = random.Random(7)
     made = MadeUpClass()
     number = 4700
-    for person in range(people):
-        name = NAMES[person] if person < len(NAMES) else f"pair{person + 1}"
+    for person, name in enumerate(NAMES):
         clone = top / "home" / name / "workshop"
         made.folders.append(clone)
-        if person == 12 and not runs:
+        if person == 12:
             continue  # this clone is missing
         (clone / "experiments").mkdir(parents=True)
-        for column, experiment in enumerate(experiments * (1 + runs // len(experiments))):
-            if runs and column >= runs:
-                break
+        for column, experiment in enumerate(experiments):
             number += 1
             job_id = str(number)
             started = START + timedelta(minutes=12 * column + chance.randrange(8))
-            gpus = (2 if "2_gpus" in experiment else 1) if gpu else 0
-            stage = int(experiment[-1]) if "zero_" in experiment else None
-            usual = 1024 * PREDICTED.get((gpus, stage), 18.77) * chance.uniform(0.99, 1.01)
-            options = {"gpus": gpus, "peak": usual}
-            progress = chance.gauss(len(experiments) * (0.75 - 0.3 * person / people), 1.5)
-            if column < (runs - 1 if runs else progress - 2):
-                fate = 0 if runs else chance.random() * (1 if "zero_" in experiment else 0.58)
-                if "zero_" in experiment and not runs and fate > 0.6:
+            options: dict = {"gpus": 2 if "2_gpus" in experiment else 1}
+            progress = chance.gauss(len(experiments) * (0.75 - 0.3 * person / len(NAMES)), 1.5)
+            if column < progress - 2:
+                fate = chance.random() * (1 if "zero_" in experiment else 0.58)
+                if fate > 0.6:
                     continue  # each pair runs some of the stages
                 if experiment == "baseline" and person in (3, 9):
-                    forgotten = {"em_f1": True, "save_strategy": "epoch"}
-                    add_job(clone, experiment, job_id, started, "completed", **options, **forgotten)
-                elif person == 5 and column == 1:
-                    options["peak"] *= 1.5
-                    add_job(clone, experiment, job_id, started, "completed", **options, per_device_train_batch_size=8)
-                elif person == 8 and experiment == "ddp/2_gpus":
-                    options["peak"] *= 1.3  # another user's process was on the GPU
+                    options |= {"em_f1": True, "save_strategy": "epoch"}  # forgotten
                     add_job(clone, experiment, job_id, started, "completed", **options)
+                elif person == 5 and column == 1:
+                    add_job(clone, experiment, job_id, started, "completed", **options, per_device_train_batch_size=8)
                 elif fate > 0.53:
                     error = ERRORS[chance.randrange(len(ERRORS))]
                     add_job(clone, experiment, job_id, started, "refused", error=error)
@@ -153,7 +138,7 @@ def make_class(top: Path, experiments: list[str], people: int = 20, gpu: bool = 
                     add_job(clone, experiment, job_id, started, "stopped", percent=42, **options)
                 else:
                     add_job(clone, experiment, job_id, started, "completed", **options)
-            elif runs or column < progress - 1:
+            elif column < progress - 1:
                 percent = chance.randrange(100)
                 add_job(clone, experiment, job_id, started, "running", percent=percent, **options)
                 made.queue.append(f"{job_id}|RUNNING|None|{clone}/experiments/{experiment}")

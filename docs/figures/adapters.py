@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from estimate.command_line import parse_memory_plan
 from estimate.model_shape import Shape, trace_shape
 from memory_bars import Bar, Groups, draw_groups
-from reporting.colours import EMPTY
+from palette import EMPTY
 from shared.units import GB, GIB
 from style import INK, PARTS, WIDTH
 

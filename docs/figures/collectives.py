@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from reporting.colours import EMPTY, RANKS
+from palette import EMPTY, RANKS
 from style import INK, PHONE_WIDTH, Point, arrow, canvas
 
 SIZE = 4  # ranks, and parts of a tensor

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from reporting.colours import EMPTY, PHASES, RANKS
+from palette import EMPTY, PHASES, RANKS
 from style import INK, RED, WIDTH, Point, Sides, arrow, box, canvas, sides
 
 MARGIN = 0.1

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dimensions import QUESTIONS, dimensions, tensor_sends_by_plan
-from reporting.colours import EMPTY, PHASES, RANKS
+from palette import EMPTY, PHASES, RANKS
 from shared.units import GB
 from style import INK, PHONE_WIDTH, Point, canvas
 

@@ -10,7 +10,7 @@ from at_scale import GPUS, METHODS, at_scale
 from estimate.command_line import parse_memory_plan
 from estimate.memory import MemoryPart, estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
-from reporting.colours import EMPTY
+from palette import EMPTY
 from settings.settings import Settings
 from shared.units import GB, GIB
 from style import LINKS, PARTS, PHONE_WIDTH, RED, figure_with_legend

@@ -20,7 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
-from reporting import colours
+import palette
+from reporting.colours import PARTS as MEMORY_PARTS
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 7.36  # inches; a page of 1,280 pixels shows a figure 736 pixels wide, so 8 points are 11 pixels
@@ -56,9 +57,9 @@ STYLE = {
 plt.rcParams |= STYLE
 # Parts, phases and links as patches: bars and the squares of legends
 PARTS, PHASES, LINKS = (
-    {name: {"edgecolor": INK, "linewidth": 0.4, "facecolor": colours["color"], "hatch": colours.get("hatch")}
-     for name, colours in kind.items()}
-    for kind in (colours.PARTS, colours.PHASES, colours.LINKS)
+    {name: {"edgecolor": INK, "linewidth": 0.4, "facecolor": look["color"], "hatch": look.get("hatch")}
+     for name, look in kind.items()}
+    for kind in (MEMORY_PARTS, palette.PHASES, palette.LINKS)
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ tensor in an all-gather or a reduce-scatter, and twice as much in an all-reduce.
 this is the mean of all ranks, because the owner of a reduced tensor sends nothing.
 
 Real training runs on 2 and 4 ranks send the predicted bytes (benchmarks/communication.py, docs/collectives.md). Tests
-compare these formulas with rehearsals (rehearse.py) of up to 512 ranks.
+compare these formulas with rehearsals (benchmarks/rehearse.py) of up to 512 ranks.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""The flags of rehearse.py and estimate_memory.py, which train.py does not have."""
+"""The flags of the estimates, which train.py does not have."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class RankFlags:
-    """The flags of rehearse.py and of all estimates."""
+    """The number of GPUs and nodes, which each estimate needs."""
 
     gpus: int = field(default=1, metadata={"help": "GPUs of the whole job, with one rank each."})
     nodes: int = field(default=1, metadata={"help": "Nodes, with the same number of GPUs each."})

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from reporting.classroom_page import Predictions, render_class
+from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
 from reporting.page import GENERATOR
 from reporting.render import plural
@@ -14,10 +14,7 @@ REFRESH_S = 10
 
 
 def write_class(folders: list[Path], output: Path, experiments: list[str], numbers: bool, watch: bool) -> str:
-    """Write class.html, with `watch` again every few seconds until Ctrl-C. Returns a summary.
-
-    A page that is rewritten does not wait for predictions: they are made between two refreshes.
-    """
+    """Write class.html, with `watch` again every few seconds until Ctrl-C. Returns a summary."""
     path = output / CLASS_PAGE
     if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace"):
         raise WorkshopError(path, "is not a page of this program", "give another folder with -o")
@@ -26,25 +23,17 @@ def write_class(folders: list[Path], output: Path, experiments: list[str], numbe
     if all(each.problem for each in participants):
         first = participants[0]
         raise WorkshopError(first.clone, f"{first.problem}; no folder can be read", "give clones of the workshop")
-    predictions = Predictions()
     try:
         if watch:
             print(f"{path}: rewritten every {REFRESH_S} seconds; Ctrl-C ends this", flush=True)
         while watch:
-            due = time.monotonic() + REFRESH_S
-            write_page(path, render_class(reader, participants, predictions, numbers, REFRESH_S))
-            while time.monotonic() < due and predictions.make_next():
-                pass
-            time.sleep(max(0, due - time.monotonic()))
+            write_page(path, render_class(reader, participants, numbers, REFRESH_S))
+            time.sleep(REFRESH_S)
             participants = reader.read()
     except KeyboardInterrupt:
         print()
-    else:
-        render_class(reader, participants, predictions, numbers, None)  # to know which predictions are needed
-        while predictions.make_next():
-            pass
     # The last page does not ask the browser to load it again
-    write_page(path, render_class(reader, participants, predictions, numbers, None))
+    write_page(path, render_class(reader, participants, numbers, None))
     jobs = sum(len(each.runs) for each in participants)
     return f"{plural(len(participants), 'participant')}, {plural(jobs, 'job')}: {path}"
 

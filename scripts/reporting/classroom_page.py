@@ -3,12 +3,10 @@
 All texts from the clones pass through `Names.hide`, because the page may be projected without names.
 """
 
-import math
 import os
 import re
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -17,21 +15,11 @@ from typing import NamedTuple
 
 from config import KNOBS
 from reporting.classroom_runs import Cell, ClassReader, Participant
-from reporting.metrics import MIB_PER_GIB, predict_memory, prediction_input
 from reporting.page import GENERATOR, content_policy, page_environment
 from reporting.render import describe_gpu_hours
 from reporting.runs import INCOMPLETE, Missing, Run
 from reporting.tables import traits
 from reporting.trainer_log import done_percent, find_log, last_error, log_end
-
-# In docs/results.md, peaks of GPU memory differ from the estimate by 9 % at most. On the CPU, Python and its libraries
-# are most of a small training's memory, and their size differs more.
-LIMITS = {"GPU": 10, "CPU": 25}  # percent
-KINDS = {"GPU": "Peak GPU memory", "CPU": "Peak CPU memory of all ranks"}
-FEWEST = 3  # runs that can show a systematic difference
-PLOT = 300  # units of the plot's square
-TICKS = 5
-LETTER_HEIGHT = 14  # units: letters of closer points share one label
 
 
 class State(NamedTuple):
@@ -61,36 +49,6 @@ def state_name(run: Run | None) -> str:
     if run and run.unreadable:
         return "unreadable"
     return OTHER_STATUSES.get(run.status, run.status) if run else ""
-
-
-class Predictions:
-    """Predicted memory of runs. Equal settings share one prediction, because each takes up to a second."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, dict[str, float | None]] = {}
-        self.wanted: dict[str, None] = {}
-
-    def find(self, run: Run, kind: str) -> float | None:
-        """Return the predicted MiB of a run, or None if it is not known (yet). kind: `GPU` or `CPU`."""
-        if not run.record.configs:
-            return None
-        key = prediction_input(run.record)
-        if key not in self.known:
-            self.wanted[key] = None
-            return None
-        return self.known[key].get(kind)
-
-    def make_next(self) -> bool:
-        """Make one of the predictions that a page wanted. Returns False if there is none left."""
-        if not self.wanted:
-            return False
-        key, _ = self.wanted.popitem()
-        try:
-            found = predict_memory(key)
-        except Exception:  # One unusual record must not end the page of the class.
-            found = None
-        self.known[key] = {"GPU": found.gpu_mib, "CPU": found.node_mib} if found else {}
-        return True
 
 
 class Names:
@@ -155,49 +113,12 @@ class FailureGroup:
     superseded: list[Place] = field(default_factory=list)
 
 
-@dataclass
-class Point:
-    """Predicted and measured memory of a completed run, in MiB."""
-
-    place: Place
-    kind: str
-    predicted: float
-    measured: float
-
-    @property
-    def difference(self) -> float:
-        """Measured minus predicted, in percent of the prediction."""
-        return 100 * (self.measured - self.predicted) / self.predicted
-
-    @property
-    def is_far(self) -> bool:
-        return abs(self.difference) > LIMITS[self.kind]
-
-    @property
-    def experiment(self) -> str:
-        return self.place.cell.experiment
-
-
-@dataclass
-class Outlier:
-    """Runs of one experiment that differ from the class in the same way."""
-
-    experiment: str
-    text: str
-    places: list[Place] = field(default_factory=list)
-
-
-def render_class(reader: ClassReader, participants: list[Participant], predictions: Predictions,
-                 numbers: bool, refresh: int | None) -> str:  # fmt: skip
+def render_class(reader: ClassReader, participants: list[Participant], numbers: bool, refresh: int | None) -> str:
     """Return the page. refresh: seconds after which a browser loads the page again, None for a page that stays."""
     names = Names(participants, numbers)
     places = find_places(participants)
     shown = [place for place in places if place.run is place.cell.run]
-    points = [point for place in shown if (point := memory_point(place, predictions))]
-    systematic = systematic_differences(points)
-    far = {point.place.run: point for point in points if point.is_far and point.experiment not in systematic}
-    outliers = find_outliers(shown, far, names)
-    letters = {run: letter(i) for i, run in enumerate(place.run for each in outliers for place in each.places)}
+    outliers = find_outliers(shown, names)
     style, policy = content_policy("page.css", "class.css")
     runs = [place.run for place in places]
     environment = page_environment()
@@ -221,13 +142,7 @@ def render_class(reader: ClassReader, participants: list[Participant], predictio
         failing=FAILURES,
         failures=group_failures(places, names),
         outliers=outliers,
-        letters=letters,
-        far=far,
-        systematic=systematic,
-        plots=[draw_plot(kind, [p for p in points if p.kind == kind], letters) for kind in kinds(points)],
-        limits=LIMITS,
-        missing_predictions=len(predictions.wanted),
-        without_point=sum(place.run.completed for place in shown) - len(points),
+        unusual={place.run: text for (_, text), own in outliers.items() for place in own},
         slurm_answers=reader.slurm_answers,
         gpu_hours=describe_gpu_hours([run for run in runs if run.has_record]) if runs else "",
         own_gpu_hours={each.name: sum_gpu_hours(each.runs) for each in participants},
@@ -282,40 +197,9 @@ def group_failures(places: Iterable[Place], names: Names) -> list[FailureGroup]:
 # --- runs that differ from the class
 
 
-def memory_point(place: Place, predictions: Predictions) -> Point | None:
-    """Return the predicted and measured memory of a completed run, None if one of them is not known."""
-    run = place.run
-    if not run.completed:
-        return None
-    if not isinstance(run.gpu, Missing):
-        kind, measured = "GPU", run.gpu.peak
-    elif run.record.hardware.gpus == 0 and run.record.peak_process_mib and len(run.record.nodes) == 1:
-        # The kernel's count of each rank. psrecord's samples would count a process twice while it forks
-        kind, measured = "CPU", sum(run.record.peak_process_mib)
-    else:
-        return None
-    predicted = predictions.find(run, kind)
-    return Point(place, kind, predicted, measured) if predicted else None
-
-
-def systematic_differences(points: Iterable[Point]) -> dict[str, float]:
-    """Return the experiments in which most runs are far from the prediction, with the median difference in percent.
-
-    Such a difference has its cause in the estimate or in the machines, not in a participant's run.
-    """
-    by_experiment: dict[str, list[Point]] = defaultdict(list)
-    for point in points:
-        by_experiment[point.experiment].append(point)
-    return {
-        experiment: statistics.median(point.difference for point in own)
-        for experiment, own in by_experiment.items()
-        if len(own) >= FEWEST and 2 * sum(point.is_far for point in own) > len(own)
-    }
-
-
-def find_outliers(places: Iterable[Place], far: Collection[Run], names: Names) -> list[Outlier]:
-    """Return the runs with settings that most runs of their experiment do not have, and those in `far`."""
-    groups: dict[tuple[str, str], Outlier] = {}
+def find_outliers(places: Iterable[Place], names: Names) -> dict[tuple[str, str], list[Place]]:
+    """Group the runs with settings that most runs of their experiment do not have, by experiment and settings."""
+    groups: dict[tuple[str, str], list[Place]] = defaultdict(list)
     by_experiment: dict[str, list[Place]] = defaultdict(list)
     for place in places:
         if place.run.has_record:
@@ -323,10 +207,9 @@ def find_outliers(places: Iterable[Place], far: Collection[Run], names: Names) -
     for experiment, own in by_experiment.items():
         unusual = unusual_settings([place.run for place in own])
         for place, settings in zip(own, unusual, strict=True):
-            text = names.hide("; ".join([*settings, *place.run.record.overrides]))
-            if text or place.run in far:
-                groups.setdefault((experiment, text), Outlier(experiment, text)).places.append(place)
-    return list(groups.values())
+            if text := names.hide("; ".join([*settings, *place.run.record.overrides])):
+                groups[experiment, text].append(place)
+    return groups
 
 
 def unusual_settings(runs: list[Run]) -> list[list[str]]:
@@ -344,78 +227,3 @@ def unusual_settings(runs: list[Run]) -> list[list[str]]:
             if value != usual and 2 * number > len(runs):
                 texts.append(f"{variables.get(name, name)} {value}, class {usual}")
     return unusual
-
-
-def letter(index: int) -> str:
-    """Return A to Z, then AA, AB and so on."""
-    first, last = divmod(index, 26)
-    return (letter(first - 1) if first else "") + chr(ord("A") + last)
-
-
-# --- the plot
-
-
-class Mark(NamedTuple):
-    x: float
-    y: float
-    far: bool
-    letter: str
-    title: str
-
-
-@dataclass
-class Plot:
-    """A plot of measured over predicted memory, in units of the drawing. The origin is at the lower left."""
-
-    kind: str
-    what: str
-    points: int
-    median: float
-    far: int
-    marks: list[Mark]
-    labels: list[tuple[float, float, str]]
-    ticks: list[tuple[float, str]]
-    low: float  # slopes of the lines that limit the usual differences
-    high: float
-
-
-def kinds(points: Iterable[Point]) -> list[str]:
-    found = {point.kind for point in points}
-    return [kind for kind in LIMITS if kind in found]
-
-
-def draw_plot(kind: str, points: list[Point], letters: dict[Run, str]) -> Plot:
-    """Place the points. Letters of points at the same place are joined."""
-    largest = max(max(point.predicted, point.measured) for point in points) / MIB_PER_GIB
-    step = round_up(largest / TICKS)
-    top = step * math.ceil(1.02 * largest / step)
-    scale = PLOT / (top * MIB_PER_GIB)
-    marks = []
-    labels: dict[tuple[float, float], list[str]] = {}
-    for point in sorted(points, key=lambda point: point.is_far):
-        run = point.place.run
-        x, y = round(point.predicted * scale, 1), round(PLOT - point.measured * scale, 1)
-        sign = letters.get(run, "")
-        marks.append(Mark(x, y, point.is_far, sign, f"{point.experiment}: {point.difference:+.1f} %"))
-        if sign:
-            near = [at for at in labels if max(abs(at[0] - x), abs(at[1] - y)) < LETTER_HEIGHT]
-            labels.setdefault(near[0] if near else (x, y), []).append(sign)
-    limit = LIMITS[kind] / 100
-    return Plot(
-        kind=kind,
-        what=KINDS[kind],
-        points=len(points),
-        median=statistics.median(point.difference for point in points),
-        far=sum(point.is_far for point in points),
-        marks=marks,
-        labels=[(x, y, ", ".join(signs)) for (x, y), signs in labels.items()],
-        ticks=[(i * step / top * PLOT, f"{i * step:g}") for i in range(round(top / step) + 1)],
-        low=PLOT * (1 - limit),
-        high=PLOT / (1 + limit),
-    )
-
-
-def round_up(size: float) -> float:
-    """Return the next larger of 1, 2, 5, 10 and so on."""
-    power = 10 ** math.floor(math.log10(size))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= size)

@@ -8,24 +8,28 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
+
+import yaml
 
 from job.end_of_job import QueuedJob, queued_jobs
 from reporting.runs import Run, add_resume_hints, find_runs_in_folder
 from shared.errors import WorkshopError, did_you_mean
-from shared.paths import EXPERIMENTS
+from shared.paths import EXPERIMENTS, REPOSITORY
 
-# The jobs of each pair in an afternoon, as in docs/instructor/sheet.md
-STAGES = "deepspeed-multi-gpu/2_gpus_stages_comparison"
-AFTERNOON = [
-    *("baseline", "ddp/1_gpus", "ddp/2_gpus"),
-    *(f"deepspeed-single-gpu/zero_{stage}" for stage in (0, 1, 2, 3)),
-    "deepspeed-multi-gpu/2_gpus",
-    *(f"{STAGES}/zero_{stage}" for stage in (1, 2, 3)),
-    *(f"{STAGES}/cpu_offloading/zero_{stage}" for stage in (1, 2, 3)),
-]
 # A folder that did not change for this time is not read again. Clocks differ, and file servers report changes late.
 UNCHANGED_S = 60
+
+
+def afternoon_experiments() -> list[str]:
+    """Return the experiments among which each pair of participants chooses in an afternoon, by docs/agendas.yaml."""
+    agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))
+    sections = {page: entry for group in agendas["sections"].values() for page, entry in group.items()}
+    pages = [row["page"] for row in agendas["agendas"]["afternoon"]["rows"] if "page" in row]
+    patterns = [entry.rpartition(" of ")[2] for page in pages for entry in sections[page].get("pair", [])]
+    names = sorted(str(script.parent.relative_to(EXPERIMENTS)) for script in EXPERIMENTS.rglob("*.slurm"))
+    return [name for pattern in patterns for name in names if fnmatch(name, pattern)]
 
 
 @dataclass

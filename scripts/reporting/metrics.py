@@ -11,7 +11,7 @@ from typing import Any
 from numpy import format_float_positional
 
 from config import has_random_weights
-from records.schema import Profile, Record
+from records.schema import Profile
 from reporting.runs import Missing, Run
 
 MIB_PER_GIB = 1024
@@ -174,14 +174,6 @@ def predict_memory(record: str) -> Any:
     return predicted_memory(json.loads(record))
 
 
-def prediction_input(record: Record) -> str:
-    """Return the part of a run record that its prediction needs, as JSON. Runs with equal settings have the same."""
-    settings = record.model_dump(mode="json", include={"configs", "settings", "world_size", "hardware"})
-    # Replace the names of the nodes: they would make the cache miss for runs with equal settings.
-    settings["nodes"] = ["a node"] * len(record.nodes)
-    return json.dumps(settings, sort_keys=True)
-
-
 def estimated(part: str) -> Read:
     """A prediction of estimate_memory.py for the settings of the run. part: a field of Predicted."""
 
@@ -189,7 +181,10 @@ def estimated(part: str) -> Read:
         if not run.record.configs:
             return Missing("no GPU" if part == "gpu_mib" and run.record.hardware.gpus == 0
                            else "the run record has no configs to predict from")  # fmt: skip
-        found = predict_memory(prediction_input(run.record))
+        needed = run.record.model_dump(mode="json", include={"configs", "settings", "world_size", "hardware"})
+        # The number of nodes without their names, which would make the cache miss for runs with equal settings
+        needed["nodes"] = ["a node"] * len(run.record.nodes)
+        found = predict_memory(json.dumps(needed, sort_keys=True))
         if not found:
             return Missing("the memory of this training cannot be predicted")
         return Missing("no GPU") if getattr(found, part) is None else getattr(found, part)
@@ -220,7 +215,6 @@ METRICS = {
     "global_batch": Metric("Global batch", recorded("knobs.global batch.effective")),
     "learning_rate": Metric("Learning rate", recorded("settings.learning_rate")),
     "steps": Metric("Steps", recorded("train.steps")),
-    "train_size": Metric("Train questions", recorded("train_size")),
     "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
     "train_loss": Metric("Train loss", recorded("train.loss_mean")),
     "eval_loss": Metric("Final eval loss", recorded("eval.-1.loss")),

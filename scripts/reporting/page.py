@@ -23,8 +23,6 @@ from shared.paths import workshop_version
 HERE = Path(__file__).parent
 GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
-JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # the id of a job in a remark
-FLAG = re.compile(r"--\w+")  # a flag, such as --fp16
 SITE_NAME = "Distributed LLM fine-tuning"  # as in docs/site/conf.py
 LONGEST_JOB_ID = 12  # characters of an id that a table shows whole
 SHORTEST_END = 3  # characters of a longer id that a table shows at least
@@ -44,7 +42,6 @@ def render_page(tables: list[Table], runs: list[Run], plots: dict[str, list[Plot
         "data_url": data_url,
         "shorten_paths": shorten_paths,
         "shell": shlex.join,
-        "link_jobs": lambda text: link_jobs(text, anchors),
     }
     environment.globals |= vars(render) | {"list": list}
     return environment.get_template("page.html").render(
@@ -123,20 +120,6 @@ def run_anchors(runs: list[Run]) -> dict[Run, str]:
         suffix = f"-{taken[run.job_id]}" if taken[run.job_id] > 1 else ""
         anchors[run] = f"job-{run.job_id}{suffix}"
     return anchors
-
-
-def link_jobs(text: str, anchors: dict[Run, str]) -> Markup:
-    """Escape the text, and link each job id to its run, unless two runs have this id.
-
-    Flags are wrapped in a span, because a browser would break the line after their dashes.
-    """
-    known = Counter(run.job_id for run in anchors)
-    parts = []
-    for part in JOB.split(text):
-        link = Markup('<a href="#job-{0}">{0}</a>').format(part)
-        escaped = str(Markup.escape(part))
-        parts.append(link if known[part] == 1 else FLAG.sub(r'<span class="flag">\g<0></span>', escaped))
-    return Markup("".join(parts))
 
 
 def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:

@@ -1,7 +1,7 @@
 """Draw the plots of a table. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
-The plots show the numbers of the table's cells. Scaling and scatter plots leave out runs that are not comparable, and
-name them. Each plot is a PNG file, and an SVG for the page. Both have a white ground, which is readable in dark mode.
+The plots show the numbers of the table's cells. The plots over GPUs and over memory leave out runs that are not
+comparable, which the page's overview lists. Each plot is an SVG with a white ground, which is readable in dark mode.
 """
 
 import io
@@ -9,8 +9,6 @@ import math
 import textwrap
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
-from string import ascii_letters
 from typing import Any
 
 import matplotlib
@@ -26,7 +24,6 @@ from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, find_log
 
-DPI = 110
 FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks a plot of this width
 HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
@@ -34,7 +31,6 @@ TEXT_WIDTH = 60  # characters of a legend or of a note below an axis
 BAR_NAME_WIDTH = 20  # characters
 PRINTED = ".4g"  # format of a loss in the log
 MAX_TICKS = 6  # more numbers of five digits would touch each other
-LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
 PAUSES_HEIGHT = 0.06  # fraction of an axis, for the bars of one run
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
 # Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
@@ -59,16 +55,14 @@ STYLE: Any = {
 Points = list[tuple[float, float]]
 
 
-def draw_plots(table: Table, folder: Path) -> list[Plot]:
-    """Draw the plots for which the table has values, and write them to ``<folder>/<table>-<plot>.png``."""
+def draw_plots(table: Table) -> list[Plot]:
+    """Draw the plots for which the table has values."""
     plots = []
     with matplotlib.rc_context(STYLE):
         for name in table.definition.plots:
             draw, description = DRAWINGS[name]
             if figure := draw(table):
-                path = folder / f"{table.definition.id}-{name}.png"
-                figure.savefig(path, dpi=DPI)
-                plots.append(Plot(path, as_svg(figure), f"{table.definition.title}: {description}"))
+                plots.append(Plot(as_svg(figure), f"{table.definition.title}: {description}"))
     return plots
 
 
@@ -307,28 +301,15 @@ def draw_throughput(table: Table) -> Figure | None:
     """Draw samples per second over GPUs, with a line for ideal scaling from the run with the fewest GPUs."""
     rate = choose_rate(table)
     points = points_over_gpus(table, rate)
-    ideal = [points[0][1] / points[0][0] * gpus for gpus, _ in points]
-    return draw_over_gpus(points, ideal, RATES[rate], left_out_note(table, rate))
-
-
-def draw_efficiency(table: Table) -> Figure | None:
-    """Draw the last efficiency column that has values for at least two runs."""
-    for column, header in reversed([*zip(table.definition.columns, table.definition.headers, strict=True)]):
-        points = points_over_gpus(table, column)
-        if "efficiency." in column and len(points) > 1:
-            return draw_over_gpus(points, [100] * len(points), header, left_out_note(table, column))
-    return None
-
-
-def draw_over_gpus(points: list[tuple[int, float]], ideal: list[float], ylabel: str, left_out: str) -> Figure | None:
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure()
     gpus, measured = zip(*points, strict=True)
+    ideal = [measured[0] / gpus[0] * number for number in gpus]
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, measured, color="black", marker="o", label="measured")
     top = AXIS_HEADROOM * max(*ideal, *measured)
-    axis.set(xlabel=below("GPUs", left_out), ylabel=ylabel, xticks=gpus, ylim=(0, top))
+    axis.set(xlabel="GPUs", ylabel=RATES[rate], xticks=gpus, ylim=(0, top))
     axis.legend(frameon=False)
     return figure
 
@@ -347,44 +328,15 @@ def draw_speed(table: Table) -> Figure | None:
             labels.append((row.label, style))
     if len(points) < 2:
         return None
-    figure, (axis,) = new_figure(legend_lines=len(points) + 1)
-    for letter, point, (label, (colour, _, marker)) in zip(ascii_letters, points, labels, strict=False):
-        axis.plot(*point, color=colour, marker=marker, linestyle="none", label=f"{letter}  {label}")
-    front = pareto_front(points)
+    figure, (axis,) = new_figure(legend_lines=len(points))
+    for point, (label, (colour, _, marker)) in zip(points, labels, strict=True):
+        axis.plot(*point, color=colour, marker=marker, linestyle="none", label=label)
     largest, fastest = map(max, zip(*points, strict=True))
-    if largest > front[0][0]:  # Otherwise the line has no length.
-        steps = [*front, (largest, front[-1][1])]
-        axis.step(*zip(*steps, strict=True), where="post", color="#777777", linestyle="--", linewidth=1,
-                  label="Pareto front: no run is faster in less memory", zorder=0)  # fmt: skip
-    xlabel = below(f"peak {kind} memory (MiB)", left_out_note(table, rate))
-    axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
+    axis.set(xlabel=f"peak {kind} memory (MiB)", ylabel=RATES[rate])
+    axis.set(xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
     axis.locator_params(axis="x", nbins=MAX_TICKS)
-    mark_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
-
-
-def mark_points(axis: Axes, points: Points) -> None:
-    """Write a letter next to each point. Points that are close to each other share one label.
-
-    A number would look like a stage or a number of GPUs.
-    """
-    width, height = axis.get_xlim()[1] * LABEL_DISTANCE, axis.get_ylim()[1] * LABEL_DISTANCE
-    labels: dict[tuple[float, float], list[str]] = {}
-    for letter, (x, y) in zip(ascii_letters, points, strict=False):
-        place = next((p for p in labels if abs(p[0] - x) < width and abs(p[1] - y) < height), (x, y))
-        labels.setdefault(place, []).append(letter)
-    for place, letters in labels.items():
-        axis.annotate(", ".join(letters), place, xytext=(6, 4), textcoords="offset points", fontsize="small")
-
-
-def pareto_front(points: Points) -> Points:
-    """Return the (memory, speed) points for which no other point is as fast in less memory, sorted by memory."""
-    front: Points = []
-    for mib, rate in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not front or rate > front[-1][1]:
-            front.append((mib, rate))
-    return front
 
 
 def choose_rate(table: Table) -> str:
@@ -407,21 +359,11 @@ def below(label: str, note: str) -> str:
     return f"{label}\n{textwrap.fill(note, TEXT_WIDTH)}".strip()
 
 
-def left_out_note(table: Table, column: str) -> str:
-    """Name the completed runs that a plot leaves out. The text is empty if the plot shows all of them."""
-    completed = [row for row in table.rows if row.run and row.run.completed]
-    mismatched = [row.label for row in completed if row.mismatches]
-    without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, column)]
-    found = {"not comparable": mismatched, f"no {RATES.get(column, 'efficiency')}": without}
-    return " ".join(f"Left out, {reason}: {', '.join(labels)}." for reason, labels in found.items() if labels)
-
-
 DRAWINGS = {  # the plots that a table may name, each with a description
     "loss": (draw_loss, "training and evaluation loss over epochs"),
     "memory": (draw_memory, "memory and GPU power over time, with the peak memory of each run"),
     "held": (draw_held, "parameters, gradients and optimizer state that a rank held, as stacked bars"),
     "peaks": (draw_peaks, "peak memory as bars"),
     "throughput": (draw_throughput, "samples per second over GPUs, next to ideal scaling"),
-    "efficiency": (draw_efficiency, "efficiency over GPUs, next to the ideal 100 %"),
-    "speed": (draw_speed, "speed over peak memory, with the Pareto front"),
+    "speed": (draw_speed, "speed over peak memory"),
 }

@@ -40,7 +40,6 @@ class RowNumbers(BaseModel):
     experiment: str
     job_id: str
     status: str
-    gpus: int | None
     settings: dict[str, str]
     values: dict[str, Number]
 
@@ -72,7 +71,6 @@ def row_numbers(row: Row, table: Table) -> RowNumbers:
         experiment=row.experiment,
         job_id=run.job_id,
         status=run.status,
-        gpus=run.record.hardware.gpus,
         settings=defining_settings(run),
         values={
             column: Number(value=cell.number, spread=cell.spread, count=cell.count)

@@ -8,7 +8,6 @@ import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
 from reporting.metrics import decimals, format_number
@@ -23,9 +22,8 @@ FORMULA_STARTS = ("=", "+", "-", "@")
 
 
 class Plot(NamedTuple):
-    """A plot of a table. png: the file next to the page. svg: the same plot, which the page embeds."""
+    """A plot of a table, which the page embeds."""
 
-    png: Path
     svg: bytes
     description: str
 
@@ -69,6 +67,13 @@ def empty_columns(table: Table) -> dict[str, str]:
         if all(cell.value is None for cell in cells):
             found[name] = join_first(dict.fromkeys(cell.note for cell in cells), "; ")
     return found
+
+
+def predictions(table: Table, columns: list[int]) -> dict[int, int]:
+    """Map each of the columns that shows a measured number to the column with its prediction, if the table has both."""
+    names = {table.definition.columns[i]: i for i in columns}
+    pairs = {i: names.get(name.replace("held", "estimated")) for name, i in names.items() if name.startswith("held_")}
+    return {measured: predicted for measured, predicted in pairs.items() if predicted is not None}
 
 
 def hardware_line(table: Table) -> str:
@@ -171,8 +176,8 @@ def grid(header: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {row} |" for row in rows)
 
 
-def render_markdown(table: Table, plots: list[Plot]) -> str:
-    """Render the Markdown page of a table."""
+def render_markdown(table: Table) -> str:
+    """Render the Markdown page of a table, without its plots."""
     parts = [
         f"# {escape_markdown(table.definition.title)}",
         table.definition.question,
@@ -184,7 +189,6 @@ def render_markdown(table: Table, plots: list[Plot]) -> str:
         labels = join_first([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
         lines.append(f"- {escape_markdown(f'{labels}: {remark}')}")
     parts += [table.definition.note, "\n".join(lines)]
-    parts += [f"![{escape_markdown(plot.description)}]({plot.png.name})" for plot in plots]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -7,22 +7,10 @@ from reporting.page import GENERATOR, render_page
 from reporting.reference import NUMBERS_FILE, compare, read_reference, write_numbers
 from reporting.render import Plot, plural, render_csv, render_markdown
 from reporting.runs import find_runs
-from reporting.tables import Table, build_tables, list_runs, preference
+from reporting.tables import Table, build_tables, list_runs
 from shared.errors import WorkshopError
 
 CLASS_PAGE = "class.html"  # the page of a class may be in the same folder
-PREDICTIONS = TableDefinition(
-    id="prediction",
-    title="Predictions of all experiments",
-    question="How far off is the predicted memory?",
-    rows=[],
-    columns=[
-        *("gpus", "estimated_gpu", "peak_gpu", "difference_gpu"),
-        *("estimated_cpu", "peak_cpu", "peak_process", "difference_cpu"),
-    ],
-    note="Measured CPU memory is the sum over all processes. It includes the launcher of several ranks, and the "
-    "estimate does not.",
-)
 ALL_RUNS = TableDefinition(
     id="runs",
     title="All runs",
@@ -48,7 +36,7 @@ ALL_RUNS = TableDefinition(
 
 
 def write_report(folders: list[Path], output: Path, all_runs: bool, reference: Path | None = None) -> str:
-    """Write index.html, report.json, and a .md, a .csv and the plots of each table that has runs.
+    """Write index.html, report.json, and a .md and a .csv of each table that has runs.
 
     reference: the folder of another report or its report.json. Returns a summary of the written report.
     """
@@ -68,10 +56,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         )
     experiment_tables = build_tables(definitions, runs, all_runs)
     compared = compare(experiment_tables, other, reference) if reference and other else []
-    # One run per experiment: dict keeps the position of the first run and the value of the last, which is the best.
-    best = {run.experiment: run for run in [*runs, *sorted(runs, key=preference)]}
-    predictable = [run for run in best.values() if run.completed and run.record.configs]
-    tables = [*experiment_tables, list_runs(PREDICTIONS, predictable), list_runs(ALL_RUNS, runs)]
+    tables = [*experiment_tables, list_runs(ALL_RUNS, runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
         remove_old_files(definitions, output)
@@ -93,15 +78,15 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
 
 
 def write_tables(tables: list[Table], output: Path) -> dict[str, list[Plot]]:
-    """Write the files of each table that has runs. Returns table name -> its plots."""
+    """Write the files of each table that has runs. Returns table name -> its plots, for the page."""
     from reporting.plots import draw_plots  # Importing matplotlib takes a second, and report.py --job needs no plots.
 
     plots = {}
     for table in tables:
         if table.has_runs:
             name = table.definition.id
-            plots[name] = draw_plots(table, output)
-            (output / f"{name}.md").write_text(render_markdown(table, plots[name]), encoding="utf-8")
+            plots[name] = draw_plots(table)
+            (output / f"{name}.md").write_text(render_markdown(table), encoding="utf-8")
             (output / f"{name}.csv").write_text(render_csv(table), encoding="utf-8")
     return plots
 
@@ -109,6 +94,6 @@ def write_tables(tables: list[Table], output: Path) -> dict[str, list[Plot]]:
 def remove_old_files(definitions: list[TableDefinition], output: Path) -> None:
     """Remove the files of an earlier report. Otherwise a table that no longer has runs would look like a result."""
     (output / NUMBERS_FILE).unlink(missing_ok=True)
-    for name in [PREDICTIONS.id, *(definition.id for definition in definitions)]:
-        for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
+    for definition in definitions:
+        for path in [*output.glob(f"{definition.id}*.md"), *output.glob(f"{definition.id}*.csv")]:
             path.unlink()

@@ -17,7 +17,7 @@ def test_the_users_own_choice_of_waiting_threads_stays(command):
     assert "GOMP_SPINCOUNT = '30000000000'" in finished.err, finished
 
 
-@pytest.mark.parametrize("program", ["train.py", "estimate_memory.py", "rehearse.py", "gpu_check.py"])
+@pytest.mark.parametrize("program", ["train.py", "estimate_memory.py", "gpu_check.py"])
 def test_a_malformed_address_of_the_hub_is_one_line(command, program):
     finished = command(program, "--help", HF_ENDPOINT="https://host:abc")
     assert (finished.code, finished.err.count("\n")) == (3, 1), finished

@@ -1,27 +1,16 @@
 """Tests of values that the report gets from other processes: a run's state, and Python's memory without a model."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 from estimate.predict_from_record import measure_python_elsewhere
 from job import end_of_job
-from records.writer import sole_writer
 from report_files import add_run, write
-from reporting.runs import Run, find_runs
+from reporting.runs import find_runs
 from shared.units import MIB
 
 STAGE = "deepspeed-single-gpu/zero_1"
-
-
-def single_run(top) -> Run:
-    (run,) = find_runs([top])
-    return run
-
-
-def add_unfinished_run(top: Path) -> Path:
-    return add_run(top, STAGE, "1", status="running", exit_code=None, finished=None)
 
 
 @pytest.mark.parametrize(
@@ -35,18 +24,10 @@ def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, 
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     # queued_jobs caches squeue's answer, so call the function without its cache
     monkeypatch.setattr(end_of_job, "queued_jobs", end_of_job.queued_jobs.__wrapped__)
-    add_unfinished_run(tmp_path)
-    run = single_run(tmp_path)
+    add_run(tmp_path, STAGE, "1", status="running", exit_code=None, finished=None)
+    (run,) = find_runs([tmp_path])
     assert run.status == status
     assert run.outcome in ("running", "failed: ended without a word: its node failed, or it was killed")
-
-
-def test_a_run_without_slurm_is_running_while_it_holds_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(end_of_job, "queued_jobs", dict)
-    folder = add_unfinished_run(tmp_path)
-    with sole_writer(folder / "results" / ".1", "1", "JOB_ID"):
-        assert single_run(tmp_path).status == "running"
-    assert single_run(tmp_path).status == "failed"
 
 
 def test_measured_python_memory_does_not_depend_on_the_report_process():

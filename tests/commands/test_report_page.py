@@ -46,6 +46,8 @@ addEventListener("load", () => {
   probe.plots = [...document.images].map((image) => isSeen(image) && image.naturalWidth > 300);
   probe.narrowPlots = [...document.images].every((image) => image.getBoundingClientRect().width <= innerWidth);
   probe.openedIsWide = isWide();
+  const left = (each, name) => each.querySelector(name).getBoundingClientRect().left;
+  probe.beside = [...document.querySelectorAll(".beside")].map((each) => left(each, "img") > left(each, "table") + 300);
   const heightOf = (element) => element ? element.getBoundingClientRect().height : 0;
   const names = [...document.querySelectorAll("tbody th")];
   probe.highestName = Math.max(...names.map((name) => heightOf(name) - heightOf(name.querySelector("small"))));
@@ -77,6 +79,10 @@ def output(tmp_path_factory) -> Path:
     return top / "report"
 
 
+def count_plots(output: Path) -> int:
+    return (output / "index.html").read_text().count("<img ")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [1280, 600, 390])
 def test_page_in_a_browser(output, tmp_path, width, scheme):
@@ -95,7 +101,7 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
         {"dark": "rgb(19, 20, 22)", "light": "rgb(255, 255, 255)"}[scheme],
     )
     assert len(seen["tables"]) == len(list(output.glob("*.csv"))) and all(seen["tables"])
-    assert len(seen["plots"]) == len(list(output.glob("*.png"))) and all(seen["plots"]) and seen["narrowPlots"]
+    assert len(seen["plots"]) == count_plots(output) > 5 and all(seen["plots"]) and seen["narrowPlots"]
     assert [name for name in seen["requests"] if not name.startswith("data:")] == []
     assert (seen["foldedIsWide"], seen["openedIsWide"]) == (False, False), "the page must not be wider than the window"
     assert 500 < seen["folded"] < HIGHEST_FOLDED
@@ -106,6 +112,9 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     if width < 1280:
         assert seen["scrolled"] == [], "on a narrow screen, a row is a card"
         assert seen["label"] == '"Baseline"', "in a card, a value is next to its heading"
+    assert len(seen["beside"]) > 3 and set(seen["beside"]) == {width == 1280}, (
+        "plots are beside their table if it is wide"
+    )
     assert "CONSOLE" not in log, log[-2000:]
 
 
@@ -114,4 +123,4 @@ def test_page_is_printed_unfolded(output, tmp_path):
     _, log = browse((output / "index.html").as_uri(), tmp_path / "profile", f"--print-to-pdf={paper}")
     assert paper.exists(), log[-2000:]
     printed = re.findall(rb"/S /Figure\s*/Alt", paper.read_bytes())
-    assert len(printed) == len(list(output.glob("*.png"))) > 5
+    assert len(printed) == count_plots(output) > 5

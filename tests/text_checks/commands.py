@@ -15,7 +15,7 @@ from helpers import REPOSITORY, bash_blocks
 from text_checks.common import TEXTS, read, relative_name
 
 OWN_EXPERIMENT = "own/mine"  # the reader's copy of an experiment
-PARSED = ("estimate_memory.py", "evaluate.py", "rehearse.py", "train.py")  # tests/unit/test_docs.py parses their flags
+PARSED = ("estimate_memory.py", "evaluate.py", "train.py")  # tests/unit/test_docs.py parses their flags
 
 
 class Command(NamedTuple):

@@ -1,33 +1,16 @@
-"""Tests of the class at a glance that need no other process: names, columns, the ends of logs, and the plot."""
-
-import re
+"""Tests of the class at a glance that need no other process: names, columns and the ends of logs."""
 
 import pytest
 
-from helpers import REPOSITORY, bash_blocks
 from report_files import write
-from reporting.classroom_page import letter, round_up
-from reporting.classroom_runs import AFTERNOON, distinct_names, select_experiments
+from reporting.classroom_runs import afternoon_experiments, distinct_names, select_experiments
 from reporting.trainer_log import END, done_percent, last_error, log_end
 
 
-def test_the_columns_are_the_experiments_of_the_sheet():
-    """A comment such as "two of zero_0, zero_1" names further experiments next to that of the next command."""
-    (block,) = [text for _, text in bash_blocks(REPOSITORY / "docs/instructor/sheet.md") if "# Section 11" in text]
-    found = set()
-    words: list[str] = []
-    for line in block.splitlines():
-        if line.startswith("#"):
-            words = re.findall(r"(?:cpu_offloading/)?zero_\d", line)
-            offload = "offload" in line
-        elif target := re.search(r"submit\.sh (\S+)", line):
-            parent, _, name = target[1].rpartition("/")
-            alike = [word for word in words if word.startswith("zero_")] if name.startswith("zero_") else [name]
-            found |= {"/".join(filter(None, [parent, word])) for word in alike}
-            if offload and name.startswith("zero_"):
-                found |= {f"{parent}/cpu_offloading/{word}" for word in alike}
-    assert found == set(AFTERNOON)
-    assert select_experiments(AFTERNOON) == AFTERNOON, "each column must be an experiment"
+def test_the_default_columns_are_the_experiments_of_the_afternoon():
+    found = afternoon_experiments()
+    assert select_experiments(found) == found, "each column must be an experiment"
+    assert {"baseline", "ddp/2_gpus", "deepspeed-single-gpu/zero_3"} <= {*found} and "efficiency/all" not in found
 
 
 def test_experiments_are_families_or_folders(refusal):
@@ -60,8 +43,3 @@ def test_only_the_end_of_a_log_is_read(tmp_path):
     assert (done_percent(log_end(log)), last_error(log_end(log))) == (70, "")
     write(log, "error: one line\n")
     assert (done_percent(log_end(log)), last_error(log_end(log))) == (0, "error: one line")
-
-
-def test_letters_and_ticks():
-    assert [letter(i) for i in (0, 25, 26, 51, 52)] == ["A", "Z", "AA", "AZ", "BA"]
-    assert [round_up(size) for size in (0.03, 1, 3, 7)] == pytest.approx([0.05, 1, 5, 10])

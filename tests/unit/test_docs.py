@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from estimate.command_line import parse_memory_plan, parse_plan
+from estimate.command_line import parse_memory_plan
 from estimate.compare import ORDER_TO_TRY
-from estimate.flags import RankFlags
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
@@ -34,8 +33,6 @@ def flag_errors(command: Command) -> Iterator[str]:
     try:
         if script.endswith("estimate_memory.py"):
             parse_memory_plan(flags, environment=command.variables)
-        elif script.endswith("rehearse.py"):
-            parse_plan(flags, environment=command.variables, flags=RankFlags)
         elif script.endswith(("train.py", "evaluate.py")):
             parse_command_line("", flags, gpu=True, environment=command.variables)
     except WorkshopError as error:

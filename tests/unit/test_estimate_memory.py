@@ -142,16 +142,6 @@ def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
     assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("flags", "bytes_of_input"), [((), 4), (("--deepspeed", "ds_configs/zero2.json"), 2)])
-def test_checkpointing_keeps_the_inputs_of_the_blocks(monkeypatch, flags, bytes_of_input):
-    """The inputs are in fp32 under autocast, and in 16-bit precision if the weights are in 16-bit precision."""
-    monkeypatch.chdir(REPOSITORY)
-    everything = estimated_activations("--bf16", *flags)
-    little = estimated_activations("--bf16", *flags, "--activation_checkpointing")
-    inputs = 24 * 4 * 512 * 1024 * bytes_of_input
-    assert inputs < little < inputs + everything / 20
-
-
 def test_with_checkpointing_the_chunked_loss_needs_autocasts_copies_of_all_weights():
     """Autocast frees the copies after the forward pass. With the full loss, the peak is in the backward pass."""
     small = ("--bf16", "--activation_checkpointing", "--loss", "chunked", "--max_length", 64)
@@ -172,13 +162,6 @@ def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):
     gradients = 4 * 559_214_592
     assert several["loss"] - once["loss"] == gradients  # with several micro batches, they exist from the first one on
     assert several["embedding"] == once["embedding"]
-
-
-def test_sdpa_keeps_one_matrix_instead_of_several_per_layer():
-    eager, sdpa = (estimated_activations("--bf16", "--attention", attention) for attention in ("eager", "sdpa"))
-    matrix = 4 * 16 * 512 * 512  # elements
-    # each eager layer keeps the probabilities in fp32, and in 16-bit precision for their product with the values
-    assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
 def test_the_chunked_loss_holds_one_chunk_and_the_gradient_of_the_head():
@@ -203,7 +186,6 @@ def test_the_memory_of_a_node_counts_loading_and_python(monkeypatch):
     text = memory_table(settings)
     (line,) = re.findall(r"^for sbatch: --mem=(\d+)G ", text, re.MULTILINE)
     assert int(line) == pytest.approx(1.2 * on_node / GIB + 4 * 2, abs=1)
-    assert "DeepSpeed's own estimator, model state only: 14.98 GiB per GPU" in text
 
 
 def pinned_unused(*flags: str) -> float:

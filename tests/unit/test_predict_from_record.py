@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from estimate.command_line import parse_memory_plan
-from estimate.memory import estimate_parts, move_to_cpu, totals
+from estimate.memory import estimate_parts, totals
 from estimate.predict_from_record import predicted_memory
 from helpers import REPOSITORY
 from model import load_config
@@ -62,12 +62,6 @@ def test_a_vision_model_is_recorded_with_its_language_part(tmp_path):
     _, record = settings_and_record("--model_name", str(tmp_path))
     (tmp_path / "config.json").unlink()
     assert predicted_memory(record).gpu_mib < 100
-
-
-def test_on_the_cpu_the_node_holds_everything():
-    settings, record = settings_and_record("--model_name", "tiny-bloom")
-    _, on_node = totals(move_to_cpu(estimate_parts(settings)), 2)
-    assert predicted_memory(record | {"hardware": {"gpus": 0}})[:2] == (None, on_node / MIB)
 
 
 @pytest.mark.parametrize("change", [{"configs": None}, {"settings": {"optim": "adafactor"}}])

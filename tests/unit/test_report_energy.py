@@ -1,18 +1,17 @@
 """Energy, power and activity of GPUs in the report and on the page of a class. All numbers are made up."""
 
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from report_files import add_gpu_run, add_run, cell, table, write
-from reporting.classroom_page import Predictions, render_class
+from report_files import add_gpu_run, add_run
+from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
 from reporting.definitions import load_definitions
 from reporting.metrics import metric_value
 from reporting.render import describe_gpu_hours
-from reporting.report_folder import write_report
+from reporting.report_folder import ALL_RUNS
 from reporting.runs import Missing, Run, find_runs
 
 ENERGY = ["kwh", "joules_per_question", "joules_per_1000_tokens", "mean_watts", "power_share"]
@@ -108,19 +107,15 @@ def test_the_page_of_a_class_shows_kwh_if_any_are_known(tmp_path, monkeypatch):
     pages = {}
     for names in (["alice", "bjarne"], ["bjarne"]):
         reader = ClassReader([tmp_path / name for name in names], ["baseline"])
-        pages[len(names)] = render_class(reader, reader.read(), Predictions(), False, None)
+        pages[len(names)] = render_class(reader, reader.read(), False, None)
     assert "<p>1 in 2 runs; 0.2 kWh (1 of 2 runs)</p>" in pages[2] and "kWh: energy" in pages[2]
     assert "<p>0.5 in 1 run</p>" in pages[1] and "kWh" not in pages[1]
 
 
-SINGLE = {"cost", "baseline", "batch-size", "fsdp-baseline", "fsdp-single-gpu", "custom-baseline"}
-COMPARING = {"throughput", "efficiency", "speed"}  # plots of tables that compare methods or scaling
-
-
-def test_tables_that_compare_methods_or_scaling_show_their_energy():
-    found = {each.id for each in load_definitions() if {"kwh", "joules_per_question"} <= {*each.columns}}
-    comparing = {each.id for each in load_definitions() if COMPARING & {*each.plots}}
-    assert found == comparing | SINGLE
+def test_energy_is_in_the_tables_about_costs():
+    """All runs also have their kWh, next to their GPU-hours."""
+    assert {each.id for each in load_definitions() if {*ENERGY} & {*each.columns}} == {"baseline", "cost"}
+    assert "kwh" in ALL_RUNS.columns
 
 
 def test_true_utilisation_is_next_to_the_duty_cycle():
@@ -129,31 +124,4 @@ def test_true_utilisation_is_next_to_the_duty_cycle():
         if "gpu_utilisation" in each.columns and each.id not in ("custom-weak-scaling", "cost"):
             assert each.columns[each.columns.index("gpu_utilisation") + 1] == "sm_activity", each.id
     busy = next(each for each in load_definitions() if each.id == "gpu-activity")
-    assert {"gpu_utilisation", "mfu", "power_share", *ACTIVITY} <= {*busy.columns}
-
-
-def test_a_complete_report_of_gpu_runs(tmp_path):
-    """Three methods on two GPUs, a run that needed too much memory, and a run on an older GPU."""
-    methods = {"ddp": 210.0, "fsdp2": 230.0, "zero3": 260.0}
-    for job, (name, joules) in enumerate(methods.items(), 1):
-        add_gpu_run(tmp_path, f"methods-comparison/{name}", str(job), gpus=2, energy__joules_per_question=joules)
-    failed = {"status": "oom", "exit_code": 1, "train": None, **NOTHING}
-    folder = add_gpu_run(tmp_path, "methods-comparison/zero3_offload", "4", gpus=2, **failed)
-    write(folder / "log" / "zero3_offload_4.out", "error: memory: CUDA out of memory; lower --max_length\n")
-    old = {"hardware__gpu": "Tesla V100-SXM2-32GB", "gpu_activity": None, "missing": {"gpu_activity": OLD}}
-    add_gpu_run(tmp_path, "baseline", "5", callbacks={"avg_gpu_util_%": 98.0}, train__mfu_percent=21.0, **old)
-    write_report([tmp_path], tmp_path / "report", all_runs=False)
-
-    shown = table(tmp_path, "methods-comparison")
-    values = {row.label: cell(shown, row.label, "joules_per_question") for row in shown.rows if row.run}
-    assert [each.value for each in values.values()] == [210, 230, 260, None]
-    assert values["ZeRO-3 + offload"].note == "the run's status is oom"
-    rows = list(csv.DictReader((tmp_path / "report" / "runs.csv").open()))
-    assert [row["kWh"] for row in rows] == ["0.4", "0.4", "0.4", "", "0.2"]
-    assert "kWh: the run's status is oom" in rows[3]["remarks"]
-    busy = table(tmp_path, "gpu-activity")
-    assert [cell(busy, "Baseline", name).value for name in ("gpu_utilisation", "mfu", "power_share")] == [98, 21, 70]
-    html = (tmp_path / "report" / "index.html").read_text()
-    assert "GPU-hours: 4 in 4 runs; 1.2 kWh (3 of 4 runs)" in html
-    assert "<dt>GPU-hours</dt><dd>0.5 in 1 run; 0.2 kWh</dd>" in html
-    assert f"Empty columns left out: SM activity (%), Tensor core activity (%), DRAM activity (%) ({OLD})." in html
+    assert {"gpu_utilisation", "mfu", *ACTIVITY} <= {*busy.columns}

@@ -1,23 +1,32 @@
 """Rehearse a training run as rank 0 of many ranks, in one process without GPUs. Report the rank's memory and messages.
 
-    python scripts/rehearse.py --model_name tiny-bloom --gpus 8
-    python scripts/rehearse.py --model_name bigscience/bloom-560m --gpus 64 --nodes 8 --fsdp
-    python scripts/rehearse.py --model_name bigscience/bloom-7b1 --gpus 512 --nodes 64 \\
+    python benchmarks/rehearse.py --model_name tiny-bloom --gpus 8
+    python benchmarks/rehearse.py --model_name bigscience/bloom-560m --gpus 64 --nodes 8 --fsdp
+    python benchmarks/rehearse.py --model_name bigscience/bloom-7b1 --gpus 512 --nodes 64 \\
         --fsdp --fsdp_config fsdp_configs/hybrid_shard.json
-    python scripts/rehearse.py --model_name custom-gpt --tensor_parallel 8 --fsdp --gpus 64 --nodes 8
+    python benchmarks/rehearse.py --model_name custom-gpt --tensor_parallel 8 --fsdp --gpus 64 --nodes 8
 
 The script takes the flags and variables of train.py and runs the same code: the Trainer, DDP, DeepSpeed, FSDP2 or
 tensor parallelism, and the optimizer. Only the network and the values of the tensors are missing. The report shows the
-predictions of estimate_memory.py next to the rehearsal's counts. docs/memory.md explains the rows.
+predictions of estimate_memory.py next to the rehearsal's counts. tests/integration/test_rehearse.py checks that the
+two agree.
 """
 
 import os
+import sys
 import time
 from collections import Counter
 
+from harness import SCRIPTS
+
+sys.path.insert(0, str(SCRIPTS))
 from shared.before_imports import prepare_imports
 
 prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
+from rehearsal.fake_training import check_rehearsal, rehearse
+from rehearsal.observer import ACTIVATIONS, KINDS, ObservedStep
+from rehearsal.read_collective import SMALL
 
 from distributed.strategy import choose_strategy
 from estimate.command_line import check_optimizer, parse_plan
@@ -25,9 +34,6 @@ from estimate.communication import Ring, rings
 from estimate.flags import RankFlags
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape, tracing_errors
-from estimate.observer import ACTIVATIONS, KINDS, ObservedStep
-from estimate.read_collective import SMALL
-from estimate.rehearsal import check_rehearsal, rehearse
 from settings.settings import Settings
 from shared.errors import run_program
 from shared.units import MB, MIB
@@ -109,7 +115,7 @@ def sent_by_group(found: list[Ring]) -> Counter[tuple[int, int]]:
     """Add up the bytes that a rank sends in rings with the same number of ranks and the same distance between ranks."""
     sent: Counter[tuple[int, int]] = Counter()
     for ring in found:
-        sent[ring.ranks, ring.distance] += ring.sent_bytes  # type: ignore[assignment]  # a mean, not an int
+        sent[ring.ranks, ring.distance] += ring.sent_bytes  # a mean, not an int
     return sent
 
 

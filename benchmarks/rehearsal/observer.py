@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.inspect_fsdp import local
 from estimate.communication import Ring
-from estimate.read_collective import SENT, Collective, read_collective
+from rehearsal.read_collective import SENT, Collective, read_collective
 
 ACTIVATIONS = "activations, logits"  # includes all memory that is not of another kind
 KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)

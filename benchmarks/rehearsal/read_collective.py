@@ -1,7 +1,7 @@
 """Kind, ranks and bytes of a collective, read from the operator that PyTorch's dispatcher runs.
 
 The dispatcher sees collectives that C++ starts as well as those that Python starts. benchmarks/communication.py counts
-the collectives of real training runs with this module, and estimate/rehearsal.py those of a rehearsal.
+the collectives of real training runs with this module, and the observer of a rehearsal does so, too.
 """
 
 from typing import Any, NamedTuple

@@ -33,9 +33,9 @@ from distributed.inspect_fsdp import local, unit_group
 from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
 from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import device_rules, forward_pass, model_without_storage
-from estimate.observer import ObservedStep, Observer
 from models.chunked_loss import next_tokens, use_chunked_loss
 from models.lora import add_adapters
+from rehearsal.observer import ObservedStep, Observer
 from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.errors import WorkshopError
@@ -70,7 +70,7 @@ class FakeTrainer(WorkshopTrainer):
         row = dict.fromkeys(("input_ids", "attention_mask", "labels"), [1] * self.length)
         questions = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
         collator = OneRow() if self.one_row else tensors
-        return DataLoader([row] * questions, self.args.train_batch_size, collate_fn=collator)  # type: ignore[arg-type]
+        return DataLoader([row] * questions, self.args.train_batch_size, collate_fn=collator)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -125,7 +125,7 @@ class FakeTrainer(WorkshopTrainer):
         optimizer = self.plain_optimizer
         if not self.is_deepspeed_enabled:
             return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        kept = gradient_tensors(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
+        kept = gradient_tensors(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)
         averaged = getattr(optimizer, "averaged_gradients", {}).values()  # ZeRO-2 keeps its gradients here
         return [*kept, *tree_leaves(list(averaged))]
 
@@ -264,7 +264,7 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         arguments = TrainingArguments(
             **flags,
             deepspeed=settings.trainer.deepspeed,
-            fsdp=fsdp is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
+            fsdp=fsdp is not None,  # transformers 5 takes a bool
             fsdp_config=trainer_config(fsdp),
             parallelism_config=parallelism(fsdp),
         )
