@@ -17,8 +17,8 @@ SOLUTION = REPOSITORY / "exercises" / "solution" / "cost.md"
 COST = Path("exercises", "cost")
 
 
-def blocks(page: Path, cluster: bool = False) -> list[str]:
-    return [text for kind, text in bash_blocks(page) if (kind.strip() == "cluster") == cluster]
+def blocks(page: Path) -> list[str]:
+    return [text for _, text in bash_blocks(page)]
 
 
 def shell(command: str, folder: Path) -> str:
@@ -82,20 +82,3 @@ def test_the_awk_lines_of_the_solution_give_the_energy_of_the_hang(clone):
     assert f"{whole:.4f}, from the log" in text and f"{hang:.4f} kWh" in text
     assert hang > records(clone / COST)["D"].energy.kwh
     assert hang == pytest.approx(2 * 100 * 600 / 3.6e6)
-
-
-def test_the_awk_line_for_a_real_log_integrates_over_its_own_times(clone):
-    (cluster,) = blocks(PAGE, cluster=True)
-    (line,) = [line for line in cluster.splitlines() if line.startswith("awk")]
-    for job, record in records(clone / COST).items():
-        if record.energy:
-            (energy,) = kwh(shell(line.replace("4711", job), clone / COST))
-            assert energy == pytest.approx(record.energy.kwh, rel=0.01), job
-    # Intervals of different length, two GPUs, and the second header of a resumed job
-    head = "timestamp, index, name, memory.used [MiB], memory.total [MiB], power.draw [W], utilization.gpu [%]"
-    times = ["10:59:58.500", "10:59:59.500", "11:00:02.500"]
-    samples = [f"2027/01/11 {time}, {gpu}, GPU, 1, 2, {100 + 100 * gpu}.00, 9" for time in times for gpu in (0, 1)]
-    log = clone / "gpu_memory" / "gpu_memory_log_4711.csv"
-    log.parent.mkdir()
-    log.write_text("\n".join([head, *samples[:2], head, *samples[2:]]) + "\n")
-    assert kwh(shell(line, clone)) == [pytest.approx(300 * 4 / 3.6e6, rel=1e-4)]

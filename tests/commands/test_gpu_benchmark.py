@@ -13,28 +13,16 @@ ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload", "resume-plain"]
 ITEMS += ["micro-ceilings", "micro-losses", "micro-attention", "micro-gelu"]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> dict[str, dict]:
-    """The rows of the items by name."""
-    folder = tmp_path_factory.mktemp("gpu benchmark")
-    environment = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder / "hf")}
+def test_each_kind_of_item_completes_on_the_cpu(tmp_path):
+    environment = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path / "hf")}
     words = [sys.executable, str(REPOSITORY / "benchmarks/gpu/run.py"), "--cpu", "--output", "out", "--only", *ITEMS]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
-    lines = (folder / "out/items.jsonl").read_text().splitlines()
-    found = {row["name"]: row for row in map(json.loads, lines)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f"| {name} " in (folder / "out/items.md").read_text() for name in found)
-    return found
-
-
-def test_each_kind_of_item_completes_on_the_cpu(rows):
-    assert rows.keys() == {*ITEMS}
-    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "completed")
+    rows = {row["name"]: row for row in map(json.loads, (tmp_path / "out/items.jsonl").read_text().splitlines())}
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(ITEMS, "completed")
+    assert all(f"| {name} " in (tmp_path / "out/items.md").read_text() for name in rows)
     assert rows["all"]["samples_per_second"] > 0
     assert rows["profile-all"]["profile"][0]["steps"] == 3
-
-
-def test_measurements_print_their_variants(rows):
     lines = {line["variant"]: line for line in rows["micro-losses"]["lines"]}
     full = lines["full, torch.bfloat16, 96 tokens"]
     assert full["ms"] > 0 and full["loss_error"] < 0.01

@@ -1,10 +1,8 @@
 """Tests of the hang clinic: each broken job fails as its page says, and each repaired job completes."""
 
-import platform
 import re
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -46,13 +44,6 @@ def test_a_broken_job_fails_as_the_page_says(name):
     done = run("exercises/hangs", name)
     assert code is None or done.returncode == code, done.stdout
     assert re.search(words, done.stdout), done.stdout
-
-
-def test_only_a_measurement_names_the_slow_rank(tmp_path):
-    text = (REPOSITORY / "exercises/hangs/straggler.py").read_text()
-    (tmp_path / "straggler.py").write_text(text.replace("dist.all_reduce(gradient)", "pass"))
-    slow = [re.findall(r"rank (\d): 0\.2\d s", run(tmp_path, "straggler.py").stdout) for _ in range(2)]
-    assert slow == [[str(zlib.crc32(platform.node().encode()) % 4)]] * 2
 
 
 @pytest.mark.parametrize("name", DONE)

@@ -55,14 +55,6 @@ def read_error(process: subprocess.Popen) -> str:
     return error
 
 
-def test_two_nodes_meet_at_the_given_address(start):
-    port = free_port()
-    nodes = [start(1, port), start(0, port)]
-    lines = [line for node in nodes for line in node.communicate(timeout=120)[0].splitlines()]
-    assert [node.returncode for node in nodes] == [0, 0]
-    assert sorted(lines) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
-
-
 # Start launch.py so that this node takes a second longer after it has joined a barrier of the store
 SLOW = """
 import sys, time
@@ -79,13 +71,14 @@ launch.main()
 """
 
 
-def test_the_first_node_leaves_last(start):
+def test_two_nodes_meet_at_the_given_address_and_the_first_leaves_last(start):
     """torchrun on the first node holds the store; torchrun on the second node fails if the store ends first."""
     port = free_port()
     slow = [sys.executable, "-c", SLOW.format(scripts=str(REPOSITORY / "scripts"))]
     nodes = [start(1, port, launch=slow), start(0, port)]
-    errors = [node.communicate(timeout=120)[1] for node in nodes]
-    assert ([node.returncode for node in nodes], errors) == ([0, 0], ["", ""])
+    lines, errors = zip(*[node.communicate(timeout=120) for node in nodes], strict=True)
+    assert ([node.returncode for node in nodes], errors) == ([0, 0], ("", ""))
+    assert sorted("".join(lines).splitlines()) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
 
 
 def test_a_missing_node_is_named(start):

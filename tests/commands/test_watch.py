@@ -87,7 +87,10 @@ def running(workshop) -> Iterator[Path]:
             os.killpg(started.pid, signal.SIGKILL)
 
 
-def test_a_run_without_slurm_is_shown(running, watch):
+def test_a_run_without_slurm_is_shown(running, watch, report):
+    done = report(ID)
+    line = f"error: --job: {ID} has no run record yet: its state is running; experiments/watch.sh {ID} shows when"
+    assert done.returncode == 2 and done.stderr.startswith(line), done
     done = watch("--once", ID)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -293,9 +296,3 @@ def test_a_job_without_a_record_is_one_line(workshop, report):
     line = f"error: --job: {ID} ended without a run record: error: DATASET: no such file; correct it; its log is "
     done = report(ID)
     assert (done.returncode, done.stderr) == (2, f"{line}experiments/mine/x/log/x_{ID}.out\n")
-
-
-def test_a_run_that_has_no_record_yet_is_one_line(running, report):
-    done = report(ID)
-    line = f"error: --job: {ID} has no run record yet: its state is running; experiments/watch.sh {ID} shows when"
-    assert done.returncode == 2 and done.stderr.startswith(line), done

@@ -10,7 +10,7 @@ import pytest
 from helpers import REPOSITORY, Finished, directives, until
 from records.schema import read_attempts
 from shell import program, shell_environment
-from workbench import STEP, Bench, Running, command_line, patch_call, same_training
+from workbench import Bench, Running, command_line
 
 # Begin a training run as train.py does: write a record with status running, and end with 75 on a signal
 BEGIN = """
@@ -183,28 +183,3 @@ def test_a_thawed_attempt_changes_nothing_of_the_next_one(bench: Bench):
     check_end(ended, 0, "completed")
     attempts = read_attempts(ended.record_path)
     assert [(each.attempt, each.status) for each in attempts] == [(1, "failed"), (2, "completed")]
-
-
-# Send SIGTERM to job.sh, and wait until job.sh has forwarded it to this process
-TERM_TO_JOB = """seen = []
-        handler = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *noted: (handler(*noted), seen.append(True)))
-        os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)
-        while not seen:
-            time.sleep(0.01)"""
-
-
-@pytest.mark.faults
-def test_train_py_resumes_a_job_by_its_id(bench: Bench):
-    """job.sh gets SIGTERM while train.py is in a step."""
-    bench.patched(f"import psutil, time\n{patch_call(STEP, 3, TERM_TO_JOB)}")
-    variables = dict.fromkeys(bench.server.environment, "unset") | shell_environment(JOB_ID="7")
-    variables |= {"DATASET": bench.folder / "data/squad_sample.json", "OMP_NUM_THREADS": 1}
-    kept = ("--save_total_limit", 2)
-    for training, code in (("../../../patched.py", 75), ("../../../scripts/train.py --resume_from_checkpoint", 0)):
-        folder = experiment(bench, training)
-        words = " ".join(map(str, ("bash x.slurm", *kept)))
-        ended = bench.start("-c", words, script="bash", cwd=folder, **variables).wait()
-        assert ended.code == code, ended
-    assert same_training(ended, bench.reference(*kept))
-    assert (ended.record["attempt"], ended.record["train"]["steps"]) == (2, 4)

@@ -56,26 +56,6 @@ def test_a_later_attempt_takes_the_locks_of_a_frozen_process_over(bench: Bench):
     first.kill()
 
 
-@pytest.mark.faults
-def test_a_leftover_rank_does_not_overwrite_a_newer_record(bench: Bench):
-    lines = (
-        "import json, pathlib; path = pathlib.Path('results/7.json'); newer = json.loads(path.read_text()); "
-        "newer['attempt'] = 2; path.write_text(json.dumps(newer)); path.with_name('newer').write_text(path.read_text())"
-    )
-    bench.run(script=bench.patched(patch_call(STEP, 3, lines)))
-    results = bench.folder / "results"
-    assert (results / "7.json").read_text() == (results / "newer").read_text()
-
-
-def test_records_of_lost_jobs_are_completed(bench: Bench):
-    bench.run(script=bench.patched(patch_call(STEP, 3)), code=-9)
-    words = ("-c", "from pathlib import Path; from job.end_of_job import sweep; sweep(Path('results'))")
-    # PATH has no squeue, because a squeue that does not answer leaves the state of the job unknown
-    ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
-    assert ended.out == "results/7.json: the job is gone, and its status is now failed\n", ended
-    assert ended.record["status"] == "failed" and ended.record["finished"]
-
-
 def test_a_full_disk_is_found_before_the_model_is_loaded(bench: Bench):
     with bench.small_disk("output", 2**16):
         ended = bench.run(code=3)

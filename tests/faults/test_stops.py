@@ -3,7 +3,6 @@
 A run of 4 steps saves a checkpoint after steps 2 and 4. `make test-faults` tries all cases, `make test` only a few.
 """
 
-import os
 import signal
 import socket
 
@@ -75,15 +74,6 @@ def test_run_killed_while_it_removes_the_older_checkpoint_resumes(bench: Bench):
     # The first call removes the folder in which train.py has tried to save the model's small files
     bench.run(script=bench.patched(patch_call("shutil.rmtree", 2, TORN_FOLDER)), code=-signal.SIGKILL)
     assert same_weights(bench.run(RESUME), bench.reference())
-
-
-@TEST_FAULTS_ONLY
-def test_run_killed_while_it_caches_tokens_starts_again(bench: Bench):
-    script = bench.patched(patch_call("data_loader.tokenise_batch"))
-    # With the additional blank line, the file is a new data set for the cache, but its questions stay the same
-    bench.write("new.json", (bench.folder / "data/squad_sample.json").read_text() + "\n")
-    bench.run("--dataset", "new.json", script=script, code=-signal.SIGKILL)
-    assert same_training(bench.run("--dataset", "new.json"), bench.reference())
 
 
 # Stopped by a signal
@@ -182,14 +172,6 @@ def test_a_run_that_saves_nothing_keeps_one_checkpoint_until_its_end(bench: Benc
     assert not again.output.exists()
 
 
-@TEST_FAULTS_ONLY
-def test_nohup_keeps_a_run_alive_without_its_terminal(bench: Bench):
-    script = bench.patched(patch_call(STEP, 3, "os.kill(os.getpid(), signal.SIGHUP)"))
-    words = ("-c", 'trap "" HUP; exec "$0" "$1"', "python", script)
-    ended = bench.run(*words, script="bash", PATH=f"{bench.python.parent}:{os.environ['PATH']}")
-    assert ended.record["status"] == "completed"
-
-
 # Several ranks
 
 METHODS = {
@@ -257,15 +239,6 @@ def test_more_epochs_continue_with_the_rates_of_the_new_schedule(bench: Bench, m
     assert again.rates == [2e-3, 1e-3]
     line = "the schedule of the learning rate has 6 steps instead of 4: the next step has the rate 0.002\n"
     assert again.log.count(line) == 1, again
-
-
-def test_a_killed_rank_ends_the_run(bench: Bench):
-    """The other rank ends too, and the run can resume."""
-    patch = patch_call(STEP, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)")
-    ended = bench.start(*KEPT, script=bench.patched(patch), **PAIR).wait()
-    assert ended.code, ended
-    assert complete_marks(ended.output) == {"checkpoint-2": True}
-    assert bench.run(*KEPT, RESUME, **PAIR).record["status"] == "completed"
 
 
 # Errors of the training itself

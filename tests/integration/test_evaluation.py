@@ -10,7 +10,6 @@ import pytest
 from tokenizers import normalizers
 
 from helpers import REPOSITORY, Finished
-from runs import GPT
 from test_models import small_tokenizer
 
 # For speed, a limit of 128 tokens truncates the contexts. The longest of the 16 answers still fits.
@@ -75,14 +74,6 @@ def test_zero3_and_evaluate_score_an_uneven_number_of_questions(train, workplace
     assert evaluate(trained, "evaluated_by_2", ranks=2, **settings) == recorded
 
 
-def test_fsdp_gathers_its_shards_for_generation(train, workplace, overfitted, evaluate):
-    settings = first_questions(workplace, 7) | {"EM_F1_BATCH_SIZE": 2}
-    once = {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "MODEL_NAME": "output/overfitted"}
-    trained = train("odd_fsdp", "--fsdp", ranks=2, **settings | once)
-    assert trained.record["exact_match"] == 100
-    assert evaluate(trained, "fsdp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
-
-
 def test_tensor_parallel_qwen_generates_the_answers_of_one_rank(train, workplace, evaluate):
     """The model comes from a local folder: each rank loads all of it before tensor parallelism shards it."""
     settings = first_questions(workplace, 7) | {"LABELS": "answer", "EM_F1_BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
@@ -94,13 +85,6 @@ def test_tensor_parallel_qwen_generates_the_answers_of_one_rank(train, workplace
     assert trained.effective("strategy") == "TP x FSDP2"
     assert trained.record["exact_match"] == 100
     assert evaluate(trained, "tp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
-
-
-def test_evaluate_scores_the_custom_gpt(train, workplace, evaluate):
-    settings = first_questions(workplace, 7)
-    trained = train("gpt_asked", **GPT, **settings)
-    recorded = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
-    assert evaluate(trained, "gpt_evaluated", **settings) == recorded
 
 
 def test_the_merged_model_of_lora_has_the_scores_of_base_and_adapters(train, workplace, overfitted, evaluate):

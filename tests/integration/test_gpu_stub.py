@@ -27,13 +27,6 @@ def test_a_gpu_with_too_old_a_driver_is_not_used(on_gpu_machine):
     assert finished.record["hardware"]["gpus"] == 0
 
 
-def test_a_job_that_requires_a_gpu_ends_with_one_line(on_gpu_machine):
-    finished = on_gpu_machine("old_driver", "wants_gpu", REQUIRE_GPU="1", code=3)
-    (line,) = finished.error_lines
-    assert line.startswith("error: GPU: PyTorch sees none on ") and "compare the driver (nvidia-smi) with " in line
-    assert "Traceback" not in finished.log
-
-
 def test_two_ranks_on_one_gpu_get_an_error_that_names_use_cpu(on_gpu_machine):
     finished = on_gpu_machine("one", "second_rank", FP16="", LOCAL_RANK=1, code=3)
     (line,) = finished.error_lines

@@ -144,12 +144,3 @@ def test_a_shell_of_srun_pty_names_missing_ranks_and_obeys_ctrl_c(bench: Bench):
     run = waiting.wait()
     assert run.code == 130, run
     assert watchdog_folders(bench.folder) == before
-
-
-def test_the_timeout_error_names_srun_pty(train):
-    slurm = {"SLURM_JOB_ID": 4712, "SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
-    meet = {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
-    remedy = "in a shell of srun --pty unset SLURM_STEP_NUM_TASKS"
-    run = train("pty", code=3, **slurm, **meet)
-    assert error_line(run).startswith("error: rendezvous: rank 1 did not join within 2 s; ")
-    assert error_line(run).endswith(remedy)

@@ -1,12 +1,9 @@
 """Tests of an experiment's script with a real training: knobs reach the run, and the memory log is correct."""
 
-import json
 import os
 import shutil
 import sys
-from pathlib import Path
 
-import pytest
 import torch
 
 from helpers import NO_KNOBS, REPOSITORY
@@ -17,38 +14,28 @@ GIVEN = {"EM_F1": "True", "EM_F1_BATCH_SIZE": "32", "EVAL_SIZE": "64", "LOG_INTE
 GIVEN |= {"TRAIN_SIZE": "12", "NUM_EPOCHS": "1", "MAX_LENGTH": "256", "VOCAB_SIZE": "2048"}
 
 
-@pytest.fixture(scope="module")
-def job(bench, tmp_path_factory) -> tuple[Path, str]:
-    """Folder and output of the custom model's experiment, in a copy of experiments/ with links to the code."""
-    root = tmp_path_factory.mktemp("job")
+def test_knobs_reach_the_record_and_the_cpu_log_agrees_on_the_peak_of_the_process(bench, tmp_path):
+    """Run the custom model's experiment in a copy of experiments/ with links to the code."""
     ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site")
-    shutil.copytree(REPOSITORY / "experiments", root / "experiments", ignore=ignored)
+    shutil.copytree(REPOSITORY / "experiments", tmp_path / "experiments", ignore=ignored)
     for name, target in {"scripts": REPOSITORY / "scripts", "data": REPOSITORY / "data", ".venv": sys.prefix}.items():
-        (root / name).symlink_to(target)
-    folder = root / "experiments/custom-model/single_node"
+        (tmp_path / name).symlink_to(target)
+    folder = tmp_path / "experiments/custom-model/single_node"
     variables = NO_KNOBS | GIVEN | {"SITE": "laptop", "JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "unset"}
-    return folder, bench.run("single_node.slurm", "--learning_rate", "1e-3", script="bash", cwd=folder, **variables).out
-
-
-def test_every_knob_reaches_the_record_from_its_source(job):
-    record = json.loads((job[0] / "results/7.json").read_text())
+    done = bench.run("single_node.slurm", "--learning_rate", "1e-3", script="bash", cwd=folder, **variables)
     expected = {"model_name": "custom-gpt", "per_device_train_batch_size": 1, "labels": "answer", "save_strategy": "no"}
     expected |= {"padding": "longest", "hidden_size": 64, "num_heads": 4, "ff_dim": 128}  # set by the site
     expected |= {"eval_size": 64, "train_size": 12, "num_train_epochs": 1, "max_length": 256, "vocab_size": 2048}
     expected |= {"learning_rate": 1e-3, "weight_decay": 0.01}  # set by a flag and by the default
+    record = done.record
     assert {flag: record["settings"][flag] for flag in expected} == expected
-    assert record["experiment"] == "experiments/custom-model/single_node"
-    assert record["knobs"]["label mode"]["effective"] == "answer"
-    assert record["knobs"]["global batch"]["effective"] == 4
+    assert done.effective("label mode") == "answer" and done.effective("global batch") == 4
 
-
-def test_cpu_log_and_record_agree_on_the_peak_of_one_process(job):
-    folder, output = job
-    run = read_run(folder / "results/7.json")
-    (counted,) = json.loads((folder / "results/7.json").read_text())["peak_process_mib"]
-    said = f"{run.cpu}\n{output[-1000:]}"
+    run = read_run(done.record_path)
+    (counted,) = record["peak_process_mib"]
+    said = f"{run.cpu}\n{done}"
     # A process with PyTorch's CUDA build loads some 100 MiB of libraries at its end, after it has measured its peak
     assert run.cpu.peak <= (1.15 if torch.version.cuda else 1.05) * counted, said
     # On a busy machine psrecord waits for a core too, and may miss part of a short peak
     assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
-    assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in output
+    assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in done.out

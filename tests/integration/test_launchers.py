@@ -6,7 +6,6 @@ The run "bf16_ddp" of the table uses `python -m torch.distributed.run`. Runs wit
 import gzip
 import json
 import re
-import socket
 
 import pytest
 
@@ -30,17 +29,6 @@ def test_documented_commands_work_as_printed(run: Finished):
     assert run.record["settings"]["model_name"] == "tiny-bloom"
 
 
-@uses(TORCHRUN, "ddp")
-def test_start_up_lines_of_each_rank(run: Finished):
-    for rank in range(2):
-        assert f"Initializing process group for rank {rank}\n" in run.log
-        assert f"torch.distributed initialized: rank {rank} / world size 2\n" in run.log
-    assert len(re.findall(r"^MASTER_ADDR: 127\.0\.0\.1$", run.log, re.MULTILINE)) == 2, run
-    ports = re.findall(r"^MASTER_PORT: (\d+)$", run.log, re.MULTILINE)
-    assert len(ports) == 2
-    assert len(set(ports)) == 1
-
-
 def test_ranks_of_bare_srun_read_its_variables(bench: Bench, table):
     """Start two processes with only Slurm's variables, as srun does without torchrun."""
     port = free_port()
@@ -50,6 +38,7 @@ def test_ranks_of_bare_srun_read_its_variables(bench: Bench, table):
     ended = [process.wait() for process in ranks]
     assert [each.code for each in ended] == [0, 0], "\n".join(map(str, ended))
     for rank, each in enumerate(ended):
+        assert f"Initializing process group for rank {rank}\n" in each.log
         assert f"MASTER_ADDR: localhost\nMASTER_PORT: {port}\n" in each.log
         assert f"torch.distributed initialized: rank {rank} / world size 2\n" in each.log
     record = ended[0].record
@@ -68,7 +57,6 @@ def test_launch_py_profiles_two_ranks(train):
         assert found["steps"] == PROFILED_STEPS
         parts = [found[name] for name in (*PHASES, "communication", "other")]
         assert sum(parts) == pytest.approx(found["seconds_per_step"], abs=1e-4)
-        assert min(parts) >= 0
         assert all(found[name] > 0 for name in ("forward", "backward", "optimizer", "communication"))
         trace = json.loads(gzip.decompress((finished.folder / found["trace"]).read_bytes()))
         names = {event.get("name") for event in trace["traceEvents"]}
@@ -79,9 +67,9 @@ def test_launch_py_profiles_two_ranks(train):
     assert finished.record["train"]["steady_steps"] == 2
 
 
-def test_the_bandwidth_test_reports_its_result_and_rejects_a_slow_network(train, workplace):
+def test_the_bandwidth_test_prints_and_writes_its_results_and_rejects_a_slow_network(train, workplace):
     script = {"script": "scripts/measure_bandwidth.py", "ranks": 2}
-    done = train("bandwidth", "--output", "bandwidth.json", code=3, MIN_BANDWIDTH=1000, **script)
+    done = train("bandwidth", "--sizes", "--output", "bandwidth.json", code=3, MIN_BANDWIDTH=1000, **script)
     result = json.loads((workplace / "bandwidth.json").read_text())
     expected = {"ranks": 2, "message_bytes": 4 * 2**20, "iterations": 5, "backend": "gloo"}
     assert {name: result[name] for name in expected} == expected
@@ -89,14 +77,6 @@ def test_the_bandwidth_test_reports_its_result_and_rejects_a_slow_network(train,
     assert f"bandwidth test: bus_bandwidth_gb_per_s {figure}, ranks 2, " in done.out
     line = f"error: bandwidth test: {figure} GB/s between 2 ranks, at least 1000.0 GB/s expected; if there"
     assert line in done.err
-    assert "message " not in done.out, "only --sizes measures many sizes"
-
-
-def test_the_bandwidth_of_many_sizes_is_printed_and_written(train, workplace):
-    script = {"script": "scripts/measure_bandwidth.py", "ranks": 2}
-    done = train("sizes", "--sizes", "--output", "sizes.json", **script)
-    result = json.loads((workplace / "sizes.json").read_text())
-    assert (result["message_bytes"], result["ranks"]) == (4 * 2**20, 2), "the usual test comes first"
     assert [size["message_bytes"] for size in result["sizes"]] == [2**power for power in range(15, 27)]
     last = result["sizes"][-1]
     row = f"   64 MiB{last['seconds'] * 1000:12.3f}{last['bus_bandwidth_gb_per_s']:23.4g}\nfrom "
@@ -128,15 +108,10 @@ def test_log_is_not_flooded_with_warnings(run: Finished):
 def test_record_of_a_finished_run(run: Finished):
     record = run.record
     assert (record["schema"], record["status"], record["exit_code"]) == (1, "completed", 0)
-    assert record["nodes"] == [socket.gethostname()]
     assert record["output_dir"] == f"output/{run.job_id}"
-    assert record["resumed_from"] is None
-    assert record["settings"]["learning_rate"] == 2e-3
     assert [(entry["epoch"], entry["step"]) for entry in record["eval"]] == [(1, 8), (2, 16)]
     pauses = read_record(run.record_path).pauses
     assert [pause.what for pause in pauses] == [*["evaluation", "saving"] * 2, "saving"], "the last is the model"
-    times = [time for pause in pauses for time in (pause.started, pause.finished)]
-    assert times == sorted(times)
     train = record["train"]
     assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # an untrained model has a loss of log(2048)
     assert train["steady_steps"] == 13, "3 of the 16 steps are warm-up"
@@ -161,13 +136,6 @@ def test_record_says_failed_when_another_rank_crashes(train):
     """Rank 0, which writes the record, is ended by the launcher or fails because its connection is closed."""
     crashed = train("crashed", patch=CRASH, ranks=2, BATCH_SIZE=2, code=1)
     assert (crashed.record["status"], crashed.record["exit_code"]) == ("failed", 1), crashed
-
-
-@uses("tracked")
-def test_save_strategy_no_saves_nothing_and_keeps_its_record(run: Finished):
-    assert not list(run.output.rglob("*"))
-    assert "model not saved (SAVE_STRATEGY=no)\n" in run.log
-    assert run.record["status"] == "completed"
 
 
 @uses("tracked")

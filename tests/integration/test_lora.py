@@ -6,7 +6,6 @@ changes. tests/unit/test_adapters.py tests the layers themselves.
 
 import json
 import shutil
-import signal
 from collections.abc import Iterable
 
 import pytest
@@ -29,7 +28,7 @@ from runs import (
 )
 from settings.precision import cpu_has_bf16
 from test_strategies import BF16_TOLERANCE, TOLERANCE, eval_loss
-from workbench import STEP, complete_marks, patch_call, same_training, same_weights
+from workbench import STEP, complete_marks, patch_call, same_training
 
 IN_MAKE_TEST = {f"lora_{name}" for name in ("plain", "ddp", "zero1", "zero2", "zero3", "full_shard", "chunked_plain")}
 IN_MAKE_TEST |= {f"lora_bf16_{name}" for name in ("plain", "zero1", "zero3", "full_shard")}
@@ -109,15 +108,6 @@ def test_audit_and_record_show_what_is_trained(run: Finished):
     assert run.record["trainable_parameters"] == ADAPTER_ELEMENTS
     assert "\nLoRA: adapters on query_key_value, dense, dense_h_to_4h, dense_4h_to_h\n" in run.log
     assert run.record["parameters"] == BASE_PARAMETERS + ADAPTER_ELEMENTS
-
-
-@uses("plain")
-def test_audit_and_record_of_a_run_without_lora(run: Finished):
-    count = f"{BASE_PARAMETERS:,}"
-    assert knob(run, "trainable parameters") == (count, count)
-    assert knob(run, "trainable weights") == ("fp32", "fp32")
-    assert knob(run, "frozen weights") == ("none", "none")
-    assert run.record["trainable_parameters"] == run.record["parameters"] == BASE_PARAMETERS
 
 
 def held_by_formula(strategy: str, size: int) -> dict[str, int]:
@@ -245,13 +235,3 @@ def test_a_stopped_run_resumes_exactly_from_its_checkpoint_alone(train, table, w
     resumed = train(f"{name}_stopped", *row.arguments, RESUME, **how)
     assert resumed.record["resumed_from"] == f"output/{name}_stopped/checkpoint-11"
     assert same_training(resumed, expected), resumed
-
-
-@pytest.mark.faults
-def test_a_killed_run_resumes_exactly(train, table):
-    """A run that is killed while its model is saved merges the adapters of its last checkpoint."""
-    row, expected = RUNS["lora_plain"], table("lora_plain")
-    killed = train("lora_killed", patch=patch_call("model.merged_model"), code=-signal.SIGKILL, **row.settings)
-    assert complete_marks(killed.output) == {"checkpoint-16": True}
-    resumed = train("lora_killed", RESUME, **row.settings)
-    assert same_weights(resumed, expected)

@@ -140,10 +140,7 @@ MALFORMED = "HF_ENDPOINT: {} is not a web address; give it as https://host or ht
 NETWORK_FAULTS = {
     "no network": ({"HF_ENDPOINT": UNREACHABLE}, OFFLINE.format(REFUSED.format("HF_ENDPOINT"))),
     "a closed proxy": ({"HTTPS_PROXY": UNREACHABLE}, OFFLINE.format(REFUSED.format("HTTPS_PROXY"))),
-    "a proxy without a scheme": ({"all_proxy": "127.0.0.1:9"}, OFFLINE.format(REFUSED.format("all_proxy"))),
-    "a closed SOCKS proxy": ({"ALL_PROXY": "socks5://127.0.0.1:9"}, OFFLINE.format(REFUSED.format("ALL_PROXY"))),
     "a port that is not a number": ({"HF_ENDPOINT": "https://host:abc"}, MALFORMED.format("https://host:abc")),
-    "an address without a scheme": ({"HF_ENDPOINT": "hf-mirror.com"}, MALFORMED.format("hf-mirror.com")),
     "a proxy that refuses": (
         {"HTTPS_PROXY": "HUB"},
         "--model_name: bigscience/bloom-560m cannot be loaded from the Hub (...501 Unsupported method ('CONNECT')); "

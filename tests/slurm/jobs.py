@@ -249,15 +249,5 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     # With torch.compile, the summary says that the memory logs include the compiler
     compiles = ["missing"] if "TORCH_COMPILE" in job.script.read_text() else []
     assert [line.split(":")[0] for line in job.summary[1:]] == [*titles, "samples per second", *compiles], job.summary
-    for title, line in zip(titles, job.summary[1:], strict=False):
-        index, what, host = re.fullmatch(r"(?:GPU (\d+)|CPU) (memory|power)(?: on (.*))?", title).groups()
-        path = job.memory_logs("gpu" if index else "cpu")[host or ""]
-        logged = read_gpu_log(path) if index else read_cpu_log(path)
-        series = index or "process"
-        expected = f"peak {logged.peak(series):.0f} MiB, mean {logged.mean(series):.0f} MiB"
-        expected += f" ({len(logged.samples[series])} samples)"
-        if what == "power":
-            expected = f"mean {200 + int(index)} W"  # the power in the stub for nvidia-smi
-        assert line == f"{title}: {expected}"
     rate = f"samples per second: {job.record['train']['samples_per_second']:.2f} (Trainer)"
     assert job.summary[1 + len(titles)].startswith(rate)

@@ -4,7 +4,6 @@ test_requeue.py tests stopped and requeued jobs and node crashes. tests/commands
 Slurm.
 """
 
-import math
 import re
 import signal
 import subprocess
@@ -19,8 +18,6 @@ from jobs import ENDLESS, GIT, LONG, TRAININGS, Job, Lab, check_completed
 from one_liners import check_one_liners
 
 NODES = {"node1", "node2"}
-TOLERANCE = 1e-4  # the order of fp32 additions may differ
-VOCABULARY = 2048  # number of tokens in tiny-bloom's vocabulary
 BAD_NAME = "x; touch pwned $(touch pwned2) `touch pwned3`"
 
 
@@ -84,15 +81,6 @@ def test_a_job_of_torchrun_on_two_nodes_leaves_record_logs_and_summary(undisturb
     printed = re.search(r"^bandwidth test: bus_bandwidth_gb_per_s ([0-9.]+), ranks 2, ", job.log, re.MULTILINE)
     assert bandwidth["bus_bandwidth_gb_per_s"] == float(printed[1]) > 0
     assert (bandwidth["ranks"], bandwidth["backend"]) == (2, "gloo")
-
-
-def test_two_nodes_have_the_loss_of_one_process(one_gpu, undisturbed):
-    """Compare the losses after only 12 steps: in hundreds of steps, differences from the order of additions grow."""
-    job = undisturbed("zero-2")
-    for knob in ("precision", "global batch", "train size", "eval size", "steps per epoch"):
-        assert one_gpu.effective(knob) == job.effective(knob), knob
-    assert math.log(VOCABULARY) - one_gpu.losses[0] > 0.05, "equal losses prove nothing if the loss hardly moves"
-    assert job.losses[0] == pytest.approx(one_gpu.losses[0], abs=TOLERANCE, rel=0)
 
 
 def test_a_job_of_bare_srun_leaves_record_logs_and_summary(srun):

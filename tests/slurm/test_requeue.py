@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jobs import STEPS_PER_EPOCH, TRAININGS, Job, Lab, run_command
+from jobs import STEPS_PER_EPOCH, TRAININGS, Job, run_command
 
 ROUNDING = 1e-5  # difference of a loss in fp32 on another number of ranks
 NODE_DELAY = 6  # seconds after which a node accepts the next attempt (see cred_expire in cluster.py)
@@ -135,22 +135,11 @@ def check_equal(job: Job, expected: Job) -> None:
         assert job.record["train"][name] == expected.record["train"][name], name
 
 
-def run_case(case: StopCase, lab: Lab) -> Job:
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(each, marks=pytest.mark.faults) for each in MORE)], ids=str)
+def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
     experiment, flags, knobs = TRAININGS[case.name]
     job = lab.submit(experiment, *flags, sbatch=case.sbatch, **(knobs | {"REQUEUE": 1} | case.variables))
     check_restart(case, job)
-    return job
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
-    check_equal(run_case(case, lab), undisturbed(case.name))
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_other_stopped_jobs_are_requeued_and_resume_exactly(case, lab, undisturbed):
-    job = run_case(case, lab)
     if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))
 

@@ -44,14 +44,6 @@ NUMBERS = {
     "sixteen": 16,
 }
 COUNT = re.compile(rf"\b(\d+|{'|'.join(NUMBERS)}) (GPU|node|rank)s?\b( each| of a node| per node)?", re.IGNORECASE)
-SITE_VARIABLES = (
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_HCA",
-    "NCCL_ALGO",
-    "NCCL_NET_GDR_LEVEL",
-    "TORCH_NCCL_BLOCKING_WAIT",
-    "MIN_BANDWIDTH",
-)
 
 
 def findings() -> Iterator[str]:
@@ -65,7 +57,6 @@ def findings() -> Iterator[str]:
     for row in ROWS:
         if not any(fnmatch(experiment_folder(script), row) for script in EXPERIMENT_SCRIPTS):
             yield f"{TABLE}: says {row}, experiments/ has no such folder"
-    yield from site_template()
     yield from index()
 
 
@@ -79,14 +70,6 @@ def index() -> Iterator[str]:
             yield f"experiments/README.md: has no row for {folder}; name its family in a block, and run make pages"
         if folder.split("/")[0] not in (*NOT_TAUGHT, *(family.split("/")[0] for family in taught)):
             yield f"docs/agendas.yaml: no section teaches {folder}; write its family below a page's teaches"
-
-
-def site_template() -> Iterator[str]:
-    """Check that the template of a site has the network settings that the pages name."""
-    template = EXPERIMENTS / "sites" / "example.sh"
-    for name in SITE_VARIABLES:
-        if not re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', template.read_text(), re.MULTILINE):
-            yield f'{relative_name(template)}: has no {name}, docs/ says that it has; write # : "${{{name}:=...}}"'
 
 
 def experiment_folder(script: Path) -> str:
@@ -141,8 +124,6 @@ def directives(script: Path) -> Iterator[str]:
     if len(others) > 1:
         both = " and ".join(map(relative_name, others))
         yield f"{name}: says --job-name={asked.get('job-name')}, which {both} share; give each job its own name"
-    if not (script.parent / "log" / ".gitignore").exists():
-        yield f"{name}: has no log/.gitignore, so git does not keep the folder log; copy the file of another folder"
     if f"sbatch {script.name}" not in script.read_text():
         yield f"{name}: says another command in its first comment, its name says #     sbatch {script.name}"
     if asked.get("output") != "log/%x_%j.out":
