@@ -165,7 +165,7 @@ def test_an_error_survives_pickling():
     ids=["torch", "NCCL"],
 )
 def test_an_out_of_memory_error_is_one_line(error, printed, capsys):
-    """tests/commands/test_exit_codes.py tests other ends of a script, with real processes."""
+    """tests/faults tests other ends of a script, with real processes."""
 
     def main():
         raise error
