@@ -14,7 +14,7 @@ import estimate_memory
 import gpu_check
 from estimate.command_line import parse_memory_plan
 from estimate.compare import ORDER_TO_TRY
-from estimate.memory import estimate_parts, parts_at_peak, power_of_two, stage2_gradients, sums_by_interval, totals
+from estimate.memory import estimate_parts, parts_at_peak, power_of_two, sums_by_interval, totals
 from estimate.model_shape import device_rules, trace_shape
 from estimate_memory import memory_table
 from helpers import REPOSITORY
@@ -111,12 +111,6 @@ def test_a_tensor_group_shards_embedding_and_head_but_not_logits():
     )
     assert four["loss"].logits == one["loss"].logits == 12 * 4 * 512 * 50_000
     assert [four[interval].head for interval in four] == [one[interval].head / 4 for interval in one]
-
-
-def test_a_gradient_across_a_shard_boundary_stays_whole_on_both_ranks():
-    assert stage2_gradients((10, 10, 10, 10), 2) == [[10, 10], [10, 10]]
-    assert stage2_gradients((30, 10), 2) == [[30], [30, 10]]
-    assert stage2_gradients((30, 5, 5), 4) == [[30], [30], [30], [5, 5]]
 
 
 @pytest.mark.parametrize(
@@ -256,8 +250,6 @@ def test_a_model_that_cannot_be_traced_is_one_line(tmp_path, refusal, main_of, c
 
 # --compare
 
-ZERO3 = REPOSITORY / "ds_configs" / "zero3.json"
-
 
 @pytest.fixture
 def compared(main_of, capsys):
@@ -289,7 +281,7 @@ def test_all_configs_are_compared_and_those_that_fit_come_first(compared):
     order = [list(map(ORDER_TO_TRY.index, names_of(rows, word))) for word in ("fits", "is tight", "does not fit")]
     assert order == [sorted(places) for places in order]
     assert re.findall(r"^(\S+).* <- try first$", text, re.MULTILINE) == [next(iter(rows))]
-    shown = memory_table(plan("--gpus", 4, "--deepspeed", ZERO3))
+    shown = memory_table(plan("--gpus", 4, "--deepspeed", REPOSITORY / "ds_configs/zero3.json"))
     assert f"one GPU: {rows['ds_configs/zero3.json'][0]} GiB" in shown
 
 
@@ -300,13 +292,10 @@ def test_ranks_that_share_a_gpu_share_its_memory(compared, monkeypatch):
     assert shared == compared("--gpus", 4, "--gpu_memory", 18)[0] != compared("--gpus", 4, "--gpu_memory", 72)[0]
 
 
-def test_without_the_gpus_memory_there_is_no_verdict(compared):
+def test_without_a_memory_there_is_no_verdict_and_a_config_that_cannot_be_combined_has_its_reason(compared):
     rows, text = compared("--gpus", 1)
     assert "plain" in rows and all(len(cells) == 2 for cells in rows.values())
     assert "for a verdict: --gpu_memory" in text and "is not judged" not in text
-
-
-def test_a_config_that_cannot_be_combined_is_one_line_with_its_reason(compared):
     rows, text = compared("--gpus", 1, "--gpu_memory", 80)
     assert "the memory of a node is not judged: give --cpu_memory" in text
     assert "fsdp_configs/hybrid_shard_2x2.json" not in rows
