@@ -21,11 +21,9 @@ from transformers import (
 )
 
 import evaluate
-from config import ModelArguments
 from distributed.fsdp_config import check_fsdp_config
 from estimate.model_shape import AliveBytes
 from helpers import REPOSITORY
-from model import load_config
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
 from settings.command_line import parse_command_line
@@ -128,21 +126,6 @@ def test_the_saved_merged_model_computes_what_the_model_with_adapters_does(name:
     assert torch.equal(logits(model), expected)
 
 
-def test_a_model_with_frozen_weights_in_16_bit_is_merged_in_fp32():
-    """A weight in bf16 would lose an update that is smaller than 1/256 of it."""
-    _, model = model_with_adapters("bloom", torch.bfloat16)
-    dtypes = {each.requires_grad: each.dtype for each in model.parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
-    train_adapters(model)
-    weights = model.state_dict()
-    merged = merged_model(model, dict(weights))
-    assert {each.dtype for each in merged.parameters()} == {merged.dtype} == {torch.float32}
-    assert merged.lm_head.weight is merged.transformer.word_embeddings.weight, "the file holds a tied head once"
-    layer = "transformer.h.1.mlp.dense_4h_to_h"
-    expected = weights[f"{layer}.weight"].float() + 2 * weights[f"{layer}.lora_b"] @ weights[f"{layer}.lora_a"]
-    assert torch.equal(merged.state_dict()[f"{layer}.weight"], expected)
-
-
 class HostBytes(AliveBytes):
     """Count the bytes of all storages in the memory of the host. They all count as activations."""
 
@@ -173,17 +156,6 @@ def test_a_merge_needs_no_more_memory_than_the_weights_while_they_were_loaded(ti
     peak = max(alive.activations for alive in counting.history["loss"])
     # A merged layer also needs its product of adapters and its sum
     assert weights_while_loading <= peak < weights_while_loading + adapters + 3 * largest
-
-
-def test_adapters_depend_only_on_the_seed():
-    def adapters(seed: int) -> torch.Tensor:
-        model = MODELS["llama"][0]()
-        set_seed(seed)
-        add_adapters(model, RANK)
-        return torch.cat([each.flatten() for each in model.parameters() if each.requires_grad])
-
-    assert torch.equal(adapters(1), adapters(1))
-    assert not torch.equal(adapters(1), adapters(2))
 
 
 EXPERTS = SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 1}
@@ -231,13 +203,6 @@ def test_a_model_without_linear_layers_is_refused(refusal):
     assert refusal(add_adapters, model, 8) == (
         f"error: --lora_rank: {what}; leave it out, or use a BLOOM, Llama or Qwen"
     )
-
-
-def test_a_checkpoint_of_a_run_with_lora_is_refused_as_a_model(tmp_path, refusal):
-    """transformers would ignore the adapters and load only the base."""
-    model_with_adapters("bloom")[1].save_pretrained(tmp_path)
-    line = f"error: --model_name: {tmp_path} is a checkpoint of a training run with LoRA, whose weights do not contain"
-    assert refusal(load_config, ModelArguments(str(tmp_path))).startswith(line)
 
 
 @pytest.mark.parametrize(

@@ -75,20 +75,16 @@ def test_with_left_padding_outputs_and_answers_are_the_same():
     """The generation for EM and F1 pads on the left. No training does, so gradients are not compared."""
     inputs = batch("left")
     del inputs["labels"]
-    logits, answers = [], []
+    logits, unmasked, answers = [], [], []
     for model in models(**WIDER):
         model.eval()
         with torch.no_grad():
+            unmasked.append(model(input_ids=inputs["input_ids"]).logits)
             logits.append(model(**inputs).logits[inputs["attention_mask"] == 1])
             answers.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, use_cache=True))
     assert torch.allclose(*logits, atol=1e-5)
+    assert torch.allclose(*unmasked, atol=1e-5), "without a mask"
     assert torch.equal(*answers)
-
-
-def test_logits_without_a_mask_are_the_same():
-    tokens = batch("right")["input_ids"]
-    logits = [model(input_ids=tokens).logits for model in models()]
-    assert torch.allclose(*logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -110,13 +106,6 @@ def test_sdpa_keeps_one_length_by_length_matrix_for_all_layers(autocast):
         kept.append(len(places))
     assert kept[0] >= 6, "the count must find the matrices that each eager layer keeps"
     assert kept[1] == 1
-
-
-def test_the_models_own_attention_is_kept():
-    eager, _ = models()
-    use_attention(eager, None)
-    use_attention(eager, "eager")
-    assert attention_name(eager) == "eager"
 
 
 def test_attention_that_a_model_lacks_is_refused(refusal):

@@ -82,17 +82,6 @@ def test_a_neighbours_checkpoint_is_only_for_a_run_without_checkpoints(refusal):
     )
 
 
-def test_a_checkpoint_given_by_name_must_be_complete(refusal):
-    checkpoint("output/7", 30)
-    named = checkpoint("output/7", 10, age=50)
-    assert find("output/7/checkpoint-10/") == str(named)
-    (named / "optimizer.pt").unlink()
-    assert refusal(find, str(named), code=4) == (
-        f"error: {named}: is not a complete checkpoint; "
-        f"choose a folder with a {CHECKPOINT_MARKER} and all files that it lists"
-    )
-
-
 def test_a_job_that_slurm_restarts_resumes_from_its_own_checkpoint(monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     checkpoint("output/6", 99)
@@ -184,28 +173,6 @@ def test_another_setting_ends_with_4_and_is_named(words, refusal):
     )
 
 
-def test_a_sharded_checkpoint_needs_the_same_number_of_ranks(refusal):
-    folder = save_marker(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")
-    check_same_training(folder, make_run(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")[1])
-    line = refusal(check_same_training, folder, make_run(strategy="DeepSpeed ZeRO-3")[1], code=4)
-    assert "training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is DeepSpeed ZeRO-3;" in line
-
-
-@pytest.mark.parametrize("strategy", ["DDP", "DeepSpeed ZeRO-0", "FSDP2 FULL_SHARD"])
-def test_a_checkpoint_in_one_piece_fits_any_number_of_ranks(strategy):
-    now = {"DDP": "plain"}.get(strategy, strategy)
-    check_same_training(save_marker(*TWO_RANKS, ranks=2, strategy=strategy), make_run(strategy=now)[1])
-
-
-def test_a_sharded_checkpoint_names_the_ranks_that_fit(refusal):
-    folder = save_marker(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-3")
-    line = refusal(check_same_training, folder, make_run(strategy="DeepSpeed ZeRO-3")[1], code=4)
-    assert line.endswith(
-        "ranks was 2, is 1; a ZeRO-3 checkpoint has one part for each rank; start 2 ranks, or train with FSDP2, "
-        "whose checkpoints fit any number"
-    )
-
-
 def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
     layout = {"dp_shard_size": 2, "reshard_after_forward": False, "activation_checkpointing": True, "min_num_params": 9}
     first = make_run(strategy="FSDP2 SHARD_GRAD_OP")[1] | {"config": layout}
@@ -247,21 +214,6 @@ def test_a_knob_that_is_younger_than_the_checkpoint_had_its_default():
     del older["settings"]["lora_rank"]
     mark_complete(path, MARKED | older)
     check_same_training(str(path), make_run()[1])
-
-
-EIGHT = ("--gradient_accumulation_steps", "8")
-
-
-@pytest.mark.parametrize(
-    ("words", "ranks", "remedy"),
-    [
-        (EIGHT, 1, "set GRAD_ACC=4, which gives the same global batch on 1 rank(s)"),
-        (("--per_device_train_batch_size", "3"), 2, "no GRAD_ACC gives the same global batch on 2 rank(s); lower "),
-    ],
-)
-def test_another_global_batch_names_the_accumulation_that_fits(words, ranks, remedy, refusal):
-    line = refusal(check_same_training, save_marker(), make_run(*words, ranks=ranks)[1], code=4)
-    assert f"; {remedy}" in line
 
 
 def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):

@@ -197,18 +197,3 @@ def test_a_model_that_changes_its_logits_is_refused_in_the_first_step(refusal):
         line
         == "error: --loss: chunked is wrong for Gemma2ForCausalLM, which scales or caps its logits; use --loss full"
     )
-
-
-def test_pytorchs_own_function_cannot_replace_the_head_yet():
-    """docs/knobs.md gives the reasons. If this test fails, check whether CrossEntropyOfHead is still needed."""
-    torch.manual_seed(0)
-    targets = torch.randint(2048, (8000,))
-    for dtype in (torch.bfloat16, torch.float16):
-        hidden, weight = torch.randn(8000, 8, dtype=dtype), torch.randn(2048, 8, dtype=dtype)
-        exact = torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=1000)
-        loss = torch.nn.functional.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
-        own = CrossEntropyOfHead.apply(hidden, weight, targets, False)
-        assert own.item() == pytest.approx(exact.item(), rel=1e-5)
-        assert loss.dtype == dtype
-        assert loss.isinf() if dtype == torch.float16 else abs(loss.item() / exact.item() - 1) > 1e-4

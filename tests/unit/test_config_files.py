@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -121,11 +120,6 @@ def test_a_mistake_is_one_line_with_its_key(mistake, written, refusal):
     assert refusal(check_ds_config, path).startswith(f"error: {path}: {line}")
 
 
-def test_a_missing_file_is_refused(refusal):
-    expected = "error: zero9.json: No such file or directory; see ds_configs/ and fsdp_configs/"
-    assert refusal(check_ds_config, "zero9.json") == expected
-
-
 def test_files_may_leave_out_the_settings_of_flags(written):
     assert check_ds_config(written({"gradient_clipping": "auto"}))["zero_optimization"] == {}
 
@@ -156,10 +150,7 @@ def test_literal_that_contradicts_a_flag_is_refused_with_both_values(dotted, val
     path = written(changed_config(dotted, value))
     line = refusal(compare, path, "--fp16", "False")
     assert line == f'error: {path}: contradicts the flags: {both}; set it to "auto" or change the flag'
-
-
-def test_literal_that_equals_the_flag_is_accepted(written):
-    compare(written(changed_config("optimizer.params.lr", 0.001)), "--learning_rate", "1e-3")
+    compare(written(changed_config("optimizer.params.lr", 0.001)), "--learning_rate", "1e-3")  # equals the flag
 
 
 def test_optimizer_and_scheduler_cannot_be_chosen_twice(written, refusal):
@@ -205,17 +196,6 @@ def test_every_setting_of_training_arguments_is_auto(path):
     filled.trainer_config_process(odd)
     assert filled.mismatches == []
     assert filled.config["optimizer"]["params"]["lr"] == odd.learning_rate
-
-
-def test_the_files_set_the_only_key_whose_default_depends_on_the_stage():
-    defaults = {stage: DeepSpeedZeroConfig(stage=stage).model_dump() for stage in range(4)}
-    assert {key for zero in defaults.values() for key in zero if zero[key] != defaults[0][key]} == {
-        "stage",
-        "overlap_comm",
-    }
-    for path in FILES:
-        zero = load(path.stem)["zero_optimization"]
-        assert zero["overlap_comm"] == defaults[zero["stage"]]["overlap_comm"], path
 
 
 # two files and the keys in which they may differ

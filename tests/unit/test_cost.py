@@ -50,7 +50,16 @@ def test_the_energy_of_a_record_is_the_integral_of_its_log(run):
     if found.status == "failed":
         assert (found.energy, found.exit_code) == (None, 3)
         return
-    assert sum(map(integral, curves.values())) / JOULES_PER_KWH == pytest.approx(found.energy.kwh, rel=0.01)
+    train, energy = found.train, found.energy
+    assert sum(map(integral, curves.values())) / JOULES_PER_KWH == pytest.approx(energy.kwh, rel=0.01)
+    # The numbers of the record also agree with each other
+    questions = train.steady_steps * found.train_size / found.steps_per_epoch
+    assert energy.steady_joules_sum == pytest.approx(sum(energy.steady_joules))
+    assert energy.joules_per_question == pytest.approx(energy.steady_joules_sum / questions, rel=1e-3)
+    assert energy.joules_per_1000_tokens == pytest.approx(1000 * energy.steady_joules_sum / train.real_tokens, rel=1e-3)
+    watts = energy.joules_per_question * train.steady_samples_per_second / found.world_size
+    assert energy.mean_watts == pytest.approx(watts, rel=1e-3)
+    assert energy.mean_watts < found.hardware.gpu_power_limit_w
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -59,16 +68,3 @@ def test_each_file_says_that_no_gpu_was_measured(run):
     assert found.run_name == "computed by a power model: no GPU was measured"
     assert found.hardware.gpu.startswith("modelled GPU")
     assert found.hardware.gpu in (FOLDER / "gpu_memory" / f"gpu_memory_log_{run}.csv").read_text()
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if record(run).energy])
-def test_the_numbers_of_a_record_agree_with_each_other(run):
-    found = record(run)
-    train, energy = found.train, found.energy
-    questions = train.steady_steps * found.train_size / found.steps_per_epoch
-    assert energy.steady_joules_sum == pytest.approx(sum(energy.steady_joules))
-    assert energy.joules_per_question == pytest.approx(energy.steady_joules_sum / questions, rel=1e-3)
-    assert energy.joules_per_1000_tokens == pytest.approx(1000 * energy.steady_joules_sum / train.real_tokens, rel=1e-3)
-    watts = energy.joules_per_question * train.steady_samples_per_second / found.world_size
-    assert energy.mean_watts == pytest.approx(watts, rel=1e-3)
-    assert energy.mean_watts < found.hardware.gpu_power_limit_w

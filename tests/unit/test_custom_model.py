@@ -48,13 +48,6 @@ def test_cached_generation_equals_uncached_also_with_padding(model, tokens):
     assert torch.equal(after_padding[:, 5:], uncached)
 
 
-def test_the_head_is_tied_and_the_loss_is_of_the_next_token(model, tokens):
-    assert model.head.weight is model.tokens.weight
-    out = model(tokens, labels=tokens)
-    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, expected)
-
-
 @pytest.mark.parametrize(
     ("model_name", "flag", "line"),
     [

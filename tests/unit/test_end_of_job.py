@@ -6,8 +6,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from job import end_of_job
-from job.end_of_job import begin_attempt, end_attempt, job_outcome, note_attempt, summary, sweep
-from records.schema import Attempt, Hardware, Record, outcome, read_record, write_attempts
+from job.end_of_job import begin_attempt, end_attempt, job_outcome, summary, sweep
+from records.schema import Attempt, Hardware, Record, read_record, write_attempts
 from shared.json_files import write_json
 
 PATH = Path("results/7.json")
@@ -28,22 +28,6 @@ def end(code: int, /, number: int = 1, ranks: int = 8, **record: object) -> int:
     attempt = Attempt(attempt=number)
     write_attempts(PATH, [attempt])
     return end_attempt(PATH, RUN_DIR, attempt, code, False, ranks).code
-
-
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        (0, "completed"),
-        (1, "failed"),
-        (2, "failed"),
-        (137, "failed"),
-        (143, "stopped"),
-        (130, "stopped"),
-        (75, "stopped"),
-    ],
-)
-def test_status_follows_the_exit_code(code, status):
-    assert outcome(code) == status
 
 
 @pytest.mark.parametrize(
@@ -113,17 +97,6 @@ def test_a_completed_training_wins_over_the_notes_of_other_processes(capsys):
 )
 def test_the_job_ends_with_the_exit_code_of_the_training(record, code):
     assert end(0, **record) == code
-
-
-def test_missing_logs_are_shown_in_the_order_of_the_nodes(capsys):
-    run_file("missing_node2").write_text("another\n")
-    run_file("missing_node1").write_text("psrecord is not installed\n")
-    end(1)
-    assert capsys.readouterr().out.splitlines()[-4:-1] == [
-        "missing: psrecord is not installed",
-        "missing: another",
-        "missing: no run record: the job ended before the training began",
-    ]
 
 
 ENDS = "5 1 launcher 0 on node1\n4 1 rank 0 on node1\n3 {} rank 5 on node2\n6 137 launcher 1 on node2\n"
@@ -211,14 +184,6 @@ def test_a_node_that_slurm_reports_as_down_is_the_reason(monkeypatch):
     assert read_record(PATH).reason == "node failure on node3"
 
 
-def test_a_reason_is_part_of_the_state_in_the_queue_if_there_is_one(monkeypatch):
-    for printed, state in (("RUNNING (None)\n", "RUNNING"), ("PENDING (Resources)\n", "PENDING (Resources)")):
-        monkeypatch.setattr(
-            "subprocess.run", lambda command, printed=printed, **how: CompletedProcess(command, 0, printed)
-        )
-        assert end_of_job.queue_state("7") == state
-
-
 def test_a_single_process_is_not_reported_as_the_first_to_end():
     for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
         run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
@@ -252,14 +217,6 @@ def test_reasons_of_lost_attempts_are_kept(monkeypatch):
     reasons = [attempt.reason for attempt in end_of_job.read_attempts(PATH)]
     assert reasons == ["node failure on node1", "node failure on node2", None]
     assert read_record(PATH).status == "running"
-
-
-def test_an_attempt_that_a_newer_one_has_followed_writes_nothing():
-    PATH.parent.mkdir()
-    first = begin_attempt(PATH, 0)
-    second = begin_attempt(PATH, 1)
-    assert not note_attempt(PATH, first.model_copy(update={"status": "failed"}))
-    assert end_of_job.read_attempts(PATH)[-1] == second
 
 
 TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}

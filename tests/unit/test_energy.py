@@ -87,11 +87,6 @@ def test_all_ranks_give_the_reason_of_the_rank_without_a_counter(gpu, monkeypatc
     assert EnergyMeter().reason == MIG
 
 
-def test_without_a_gpu_there_is_no_energy():
-    assert EnergyMeter().reason == "no GPU"
-    assert power_limit_w() is None
-
-
 LOST = {"errors": {"nvmlDeviceGetTotalEnergyConsumption": pynvml.NVML_ERROR_GPU_IS_LOST}}
 
 

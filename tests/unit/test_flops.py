@@ -5,11 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config import IGNORED
 from models.custom_model import CUSTOM_GPT
 from records.writer import RunRecord
 from training import flops
-from training.flops import ModelFlops, count_tokens, matmul_peak, model_flops, published_peak
+from training.flops import ModelFlops, matmul_peak, model_flops, published_peak
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 500, "hidden_size": 64}
@@ -35,13 +34,6 @@ FAMILIES = {
 
 def create(family: str, **sizes: object) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SPECIAL_TOKENS | sizes))
-
-
-def test_tokens_of_a_batch_are_counted():
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
-    labels = torch.tensor([[5, IGNORED, 7, 8, IGNORED, IGNORED], [5, 6, IGNORED, IGNORED, IGNORED, IGNORED]])
-    counts = count_tokens({"attention_mask": mask, "labels": labels})
-    assert counts.tolist() == [6, 6, 3, 16 + 4]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from job.memory_logs import log_host, memory_log_paths, read_cpu_log, read_gpu_log
+from job.memory_logs import read_cpu_log, read_gpu_log
 from report_files import CPU_HEADER, GPU_HEADER, OLD_GPU_HEADER, cpu_log, gpu_log, write
 
 GPU_LOG, CPU_LOG = gpu_log(100, 900, 500), cpu_log(10, 90, 50)
@@ -73,13 +73,6 @@ def test_power_is_missing_only_where_it_is_unknown(tmp_path, text, power):
     assert len(log.samples["0"]) == text.count(" 0, Tesla") and not log.problems
 
 
-def test_memory_and_power_have_one_time_axis(tmp_path):
-    path = tmp_path / "gpu.csv"
-    path.write_text(OLD_GPU_LOG + LINE.format(7))
-    assert read_gpu_log(path).curve("0")[-1] == (15, 7)
-    assert read_gpu_log(path).power_curve("0") == [(15, 71.23)]
-
-
 CPU_LOGS = {
     "plain": (CPU_LOG, [10, 90, 50], []),
     "cut": (CPU_LOG + "  15.000  99.0  1", [10, 90, 50], [5]),
@@ -98,13 +91,10 @@ def test_cpu_log(tmp_path, text, samples, lines):
     assert [problem.split(" (")[0] for problem in log.problems] == [f"{path}:{line}: no sample" for line in lines]
 
 
-def test_many_problems_are_counted(tmp_path):
+def test_many_problems_are_counted_and_a_missing_log_is_a_problem(tmp_path):
     path = tmp_path / "gpu.csv"
     path.write_text(GPU_LOG + LINE.format("[N/A]") * 500)
     assert read_gpu_log(path).problems[3:] == [f"{path}: 497 more such lines"]
-
-
-def test_a_missing_log_is_a_problem():
     assert read_gpu_log(Path("absent.csv")).problems == ["absent.csv: cannot be read (No such file or directory)"]
 
 
@@ -124,19 +114,10 @@ def test_curve_and_span(tmp_path):
     gpu.write_text(f"{GPU_HEADER}\n{''.join(lines)}")
     assert read_gpu_log(gpu).curve("0") == [(0, 7), (4.75, 9)]
     assert read_gpu_log(gpu).span() == 4.75
+    gpu.write_text(OLD_GPU_LOG + LINE.format(7))
+    assert read_gpu_log(gpu).curve("0")[-1] == (15, 7)
+    assert read_gpu_log(gpu).power_curve("0") == [(15, 71.23)], "memory and power have one time axis"
     cpu.write_text(cpu_log(10, 90) + cpu_log(50, 60, 70))
     log = read_cpu_log(cpu)
     assert log.curve("process") == [(0, 10), (5, 90), (5, 50), (10, 60), (15, 70)], "psrecord counts from 0 again"
     assert log.span() == 15
-
-
-def test_a_job_gets_only_its_own_logs():
-    """A job's name may contain characters of a shell pattern."""
-    Path("gpu_memory").mkdir()
-    for job in ("1", "1_node1", "10", "10_node1", "[1]"):
-        Path(f"gpu_memory/gpu_memory_log_{job}.csv").touch()
-    found, cpu_logs = memory_log_paths(Path(), "1")
-    assert [path.name for path in found] == ["gpu_memory_log_1.csv", "gpu_memory_log_1_node1.csv"]
-    assert cpu_logs == []
-    assert [log_host(path) for path in found] == ["", "node1"]
-    assert [path.name for path in memory_log_paths(Path(), "[1]")[0]] == ["gpu_memory_log_[1].csv"]

@@ -123,19 +123,6 @@ def test_a_question_does_not_see_the_others(family: str):
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_transformers_own_way_lets_questions_see_each_other_if_use_cache_is_true():
-    """If this fails, transformers has mended it, and models/padding_free.py need not say so."""
-    rows = OneRow()(questions())
-    wanted, _ = loss_and_gradients(model("llama"), pad_rows(questions()))
-    row = {name: rows[name] for name in ("input_ids", "labels", "position_ids")}
-    losses = [model("llama")(**row, use_cache=use_cache).loss.item() for use_cache in (False, True)]
-    assert losses[0] == pytest.approx(wanted, abs=1e-6)
-    assert abs(losses[1] - wanted) > 1e-4
-    ours = model("llama")
-    use_padding_free(ours)
-    assert ours(**rows, use_cache=True).loss.item() == pytest.approx(wanted, abs=1e-6)
-
-
 @pytest.mark.parametrize("family", ["bloom", "llama"])
 def test_the_model_still_computes_padded_batches(family: str):
     """A generation pads its questions on the left."""
@@ -149,10 +136,11 @@ def test_the_model_still_computes_padded_batches(family: str):
 
 
 def test_the_tokens_of_a_row_are_counted_as_those_of_a_padded_batch():
-    rows = questions()
-    real, padding, labels, squares = count_tokens(pad_rows(rows)).tolist()
-    assert padding == 4 * 40 - real
-    assert count_tokens(OneRow()(rows)).tolist() == [real, 0, labels, squares]
+    """The first label of a question is the target of no position."""
+    rows = questions(lengths=(7, 20, 5))
+    squares = 7**2 + 20**2 + 5**2
+    assert count_tokens(pad_rows(rows)).tolist() == [32, 3 * 20 - 32, 32 - 3, squares]
+    assert count_tokens(OneRow()(rows)).tolist() == [32, 0, 32 - 3, squares]
 
 
 def test_models_that_cannot_are_refused_before_they_are_loaded(refusal):

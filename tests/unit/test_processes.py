@@ -11,19 +11,8 @@ import pytest
 
 from distributed import process_group
 from distributed.process_group import prepare_environment
-from distributed.rendezvous import job_port
-from shared import before_imports, errors
+from shared import before_imports
 from shared.errors import WorkshopError
-
-
-def test_srun_variables_become_ranks(monkeypatch):
-    slurm = {"PROCID": "3", "LOCALID": "1", "JOB_ID": "123456", "STEP_NUM_TASKS": "4"}
-    slurm |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "node7"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    prepare_environment(shards=False)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", str(job_port("123456"))]
 
 
 def test_one_task_under_srun_gets_no_process_group(monkeypatch):
@@ -42,14 +31,6 @@ def test_threads_wait_as_before_where_there_is_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides the GPU
     before_imports.prepare_imports()
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
-
-
-def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):
-    monkeypatch.setenv("LOCAL_RANK", "4")
-    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 4)
-    line = refusal(process_group.bind_device, code=3)
-    assert line.startswith("error: LOCAL_RANK: 4, but this process sees 4 of the GPUs of ")
-    assert "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)" in line
 
 
 def test_attention_does_not_use_cudnn_on_a_gpu(monkeypatch, gpu):
@@ -134,16 +115,6 @@ def test_more_ranks_than_may_share_end_with_a_line_that_names_the_number(shared_
     line = refusal(lambda: shared_gpus(3, gpus=1, allowed=2), code=3)
     assert line.startswith("error: LOCAL_RANK: 3, but this process sees 1 of the GPUs of ")
     assert "let ranks share a GPU (RANKS_PER_GPU=4 before the command)" in line
-
-
-@pytest.mark.parametrize(("rank", "seconds"), [("0", []), ("1", [10])])
-def test_other_ranks_leave_the_error_line_to_rank_0(rank, seconds, monkeypatch, capsys):
-    waited = []
-    monkeypatch.setattr(errors.time, "sleep", waited.append)
-    monkeypatch.setenv("RANK", rank)
-    errors.report(WorkshopError("--x", "is wrong", "correct it"))
-    assert waited == seconds
-    assert capsys.readouterr().err == "error: --x: is wrong; correct it\n"
 
 
 def test_error_of_several_lines_is_printed_as_one():

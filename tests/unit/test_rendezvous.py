@@ -6,7 +6,6 @@ import pytest
 
 import launch
 from distributed import rendezvous
-from helpers import free_port
 
 # rendezvous.py
 
@@ -36,12 +35,6 @@ def launched(monkeypatch, main_of):
     return start
 
 
-def test_the_static_rendezvous_gets_the_join_timeout(monkeypatch, launched):
-    monkeypatch.setenv("JOIN_TIMEOUT", "7")
-    started = launched("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    assert started.rdzv_conf == "timeout=7"
-
-
 @pytest.mark.parametrize(("flags", "variables"), [(["--rdzv-backend=c10d"], {}), ([], {"PET_RDZV_BACKEND": "c10d"})])
 def test_only_the_static_rendezvous_is_accepted(monkeypatch, launched, refusal, flags, variables):
     for name, value in variables.items():
@@ -52,7 +45,9 @@ def test_only_the_static_rendezvous_is_accepted(monkeypatch, launched, refusal, 
 
 
 @pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=str)
-def test_one_node_uses_loopback_where_torchrun_would_use_c10d(launched, flags):
+def test_one_node_uses_loopback_and_the_join_timeout_where_torchrun_would_use_c10d(monkeypatch, launched, flags):
+    monkeypatch.setenv("JOIN_TIMEOUT", "7")
     started = launched(*flags)
+    assert started.rdzv_conf == "timeout=7"
     assert (started.rdzv_backend, started.standalone, started.master_addr) == ("static", False, "127.0.0.1")
     assert started.master_port > 0

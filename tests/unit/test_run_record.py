@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import math
 import os
-import re
 import resource
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from job.memory_logs import local_seconds
 from records import writer
-from records.run_environment import new_job_id
 from records.schema import WITHOUT_A_WORD, Attempt, read_record, write_attempts
 from records.writer import RunRecord
 from shared.errors import WorkshopError
@@ -78,6 +76,9 @@ def test_every_field_that_a_run_writes_is_described():
     for part in (record, record.train, record.hardware, record.git, *record.held):
         assert not part.model_extra, "fields that records/schema.py does not describe"
     assert record.train.loss_last == 2
+    assert (record.experiment, record.git.commit) == ("work", GIT["commit"])
+    assert record.versions["workshop"] == workshop_version()
+    assert record.versions["torch"] == importlib.metadata.version("torch")
     assert record.missing["held.gradients"] == "without accumulation, DeepSpeed frees them within the step"
 
 
@@ -128,41 +129,6 @@ def test_a_training_that_ends_after_its_job_knows_better_how(finished, end):
     assert (record.status, record.exit_code, record.overrides) == (*end, ["nodes: 1"])
 
 
-@pytest.mark.parametrize(
-    ("content", "field"),
-    [
-        ("", "the file"),
-        ('{"status": "comp', "the file"),
-        ("[1]", "the file"),
-        ("{}", "status"),
-        ('{"status": "done"}', "status"),
-        ('{"status": "completed", "schema": 2}', "schema"),
-        ('{"status": "completed", "train": {"runtime_s": "long"}}', "train.runtime_s"),
-        ('{"status": "completed", "eval": [{"epoch": 1}, 5]}', "eval.1"),
-        ('{"status": "completed", "started": "yesterday"}', "started"),
-    ],
-)
-def test_the_error_for_a_wrong_record_names_the_field(content, field):
-    path = Path("7.json")
-    path.write_text(content)
-    with pytest.raises(WorkshopError) as raised:
-        read_record(path)
-    assert raised.value.source == "7.json" and raised.value.what.startswith(f"is not a valid run record ({field}: ")
-
-
-def test_the_record_has_the_place_and_the_versions_of_the_run():
-    run = RunRecord("7", "output/7")
-    run.start(0, run_name="zero2")
-    content = json.loads(Path("results/7.json").read_text())
-    assert (content["status"], content["exit_code"], content["finished"]) == ("running", None, None)
-    assert (content["world_size"], content["job_id"], content["run_name"]) == (1, "7", "zero2")
-    assert content["experiment"] == "work"
-    assert content["git"] == GIT
-    assert content["versions"]["workshop"] == workshop_version()
-    assert content["versions"]["torch"] == importlib.metadata.version("torch")
-    assert content["hardware"]["gpus"] == 0
-
-
 def test_a_value_that_was_not_measured_is_empty_with_a_reason():
     rates = ("warm_up_seconds", "steady_steps_per_second", "steady_samples_per_second")
     none = dict.fromkeys(rates) | {"steady_steps": 0}
@@ -187,64 +153,34 @@ def test_a_value_that_was_not_measured_is_empty_with_a_reason():
     assert content["peak_process_mib"][0] > 50
 
 
-def test_a_process_peak_that_the_kernel_does_not_count_has_a_reason(monkeypatch):
-    monkeypatch.setattr(measured_memory, "peak_process_mib", lambda: None)
-    run = RunRecord("7", "output/7")
-    record_peaks(run)
-    assert run.content["peak_process_mib"] is None
-    assert run.content["missing"]["peak_process_mib"] == "this system does not count it"
-
-
-def test_peaks_of_gpu_memory_and_pinned_memory_are_recorded(gpu, monkeypatch):
+def test_peaks_of_memory_are_recorded_and_an_unknown_one_has_a_reason(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 * 2**20)
     # torch 2.13 uses these names
     stats = {"active_bytes.peak": 2 * 2**30, "allocated_bytes.peak": 4 * 2**30, "num_host_alloc": 1}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
+    monkeypatch.setattr(measured_memory, "peak_process_mib", lambda: None)
     run = RunRecord("7", "output/7")
     record_peaks(run)
     assert run.content["peak_gpu_memory"] == [{"allocated_mib": 3, "reserved_mib": 4}]
     assert run.content["peak_pinned_memory"] == [{"active_mib": 2048, "allocated_mib": 4096}]
+    assert run.content["peak_process_mib"] is None
+    assert run.content["missing"]["peak_process_mib"] == "this system does not count it"
 
 
 @pytest.mark.parametrize("local_zone", ["IST-5:30"], indirect=True)
-def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_are_kept(local_zone):
+def test_pauses_have_local_times_and_those_of_earlier_attempts_are_kept(local_zone):
     """nvidia-smi logs the local time of its node."""
-    first = RunRecord("7", "output/7")
-    first.start(0)
-    callback = begin_training(first)
-    state = SimpleNamespace(log_history=[])
-    callback.on_evaluate(None, state, None)
-    callback.on_save(None, state, None)
-    callback.on_epoch_end(None, state, None)
-    callback.on_save(None, state, None)
-    second = RunRecord("7", "output/7")
-    second.start(4)
-    with second.pause("evaluation"):
-        pass
-    pauses = json.loads(second.path.read_text())["pauses"]
-    assert [pause["what"] for pause in pauses] == ["evaluation", "saving", "saving", "evaluation"]
+    for step, what in ((0, "saving"), (4, "evaluation")):
+        run = RunRecord("7", "output/7")
+        run.start(step)
+        with run.pause(what):
+            pass
+    pauses = json.loads(run.path.read_text())["pauses"]
+    assert [pause["what"] for pause in pauses] == ["saving", "evaluation"]
     assert all(pause[name].endswith("+05:30") for pause in pauses for name in ("started", "finished"))
-    read = read_record(second.path).pauses
-    times = [when for pause in read for when in (pause.started, pause.finished)]
-    assert times == sorted(times)
-    finished = read[-1].finished
+    finished = read_record(run.path).pauses[-1].finished
     assert local_seconds(finished) - finished.timestamp() == pytest.approx(5.5 * 3600)
-
-
-def test_record_is_replaced_in_one_step(monkeypatch):
-    path = Path("7.json")
-    write_json(path, {"status": "running"})
-    seen = []
-
-    def replace(self: Path, target: Path) -> None:
-        seen.append((json.loads(self.read_text()), json.loads(target.read_text())))
-        os.replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", replace)
-    write_json(path, {"status": "completed", "name": "Zürich"})
-    assert seen == [({"status": "completed", "name": "Zürich"}, {"status": "running"})]
-    assert [p.name for p in Path().iterdir()] == ["7.json"]
 
 
 def test_a_number_that_is_not_finite_becomes_null():
@@ -340,27 +276,3 @@ def test_a_run_continues_on_a_file_system_without_locks(monkeypatch, capsys):
     assert first == "results/.7: this file system has no locks, so start no second run that writes here"
     assert (second, last) == (first.replace("results/.7", "output/7"), "runs")
     assert not any(Path().rglob("*.*")), "no file is left"
-
-
-def test_the_job_id_is_given_or_from_slurm_or_created(monkeypatch):
-    assert re.fullmatch(rf"local-\d{{8}}-\d{{6}}-{os.getpid()}", new_job_id())
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    assert new_job_id() == "4711"
-    monkeypatch.setenv("JOB_ID", "mine")
-    assert new_job_id() == "mine"
-
-
-def test_a_finished_run_is_not_overwritten(refusal):
-    path = Path("results/7.json")
-    path.parent.mkdir()
-    for status in ("running", "failed", "stopped"):
-        write_json(path, {"status": status})
-        RunRecord("7", "output/7").refuse_to_overwrite()
-    write_json(path, {"status": "completed"})
-    assert refusal(RunRecord("7", "output/7").refuse_to_overwrite).startswith(
-        "error: results/7.json: is the record of a finished run; set a new JOB_ID"
-    )
-    Path("output/6").mkdir(parents=True)
-    Path("output/6/config.json").write_text("{}")
-    line = refusal(RunRecord("6", "output/6").refuse_to_overwrite)
-    assert line.startswith("error: output/6: holds the model of a finished run; give another --output_dir")

@@ -71,10 +71,6 @@ def test_tiny_bloom_has_blooms_special_ids_and_ignores_the_subsets(tiny_tokenize
     assert again.get_vocab() == tiny_tokenizer.get_vocab()
 
 
-def test_model_without_a_pad_token_pads_with_its_eos_on_the_right(llama):
-    assert (llama.pad_token_id, llama.eos_token_id, llama.padding_side) == (2, 2, "right")
-
-
 def test_sequence_is_question_context_answer_and_eos(tokenizer):
     rows = tokenise_batch(BATCH, tokenizer, 512, "sequence")
     assert rows["labels"] == rows["input_ids"]
@@ -209,8 +205,3 @@ def test_a_long_answer_shortens_the_context(tokenizer):
     (ids,) = tokenise_batch(batch, tokenizer, 128, "answer")["input_ids"]
     assert len(ids) <= 128
     assert decoded(tokenizer, ids).endswith(f"Answer: {answer}")
-
-
-def test_a_question_that_does_not_fit_is_refused(tiny_tokenizer, refusal):
-    line = refusal(tokenise_batch, BATCH, tiny_tokenizer, 8, "sequence")
-    assert line == "error: --max_length: leaves no room for the question 'What do nodes talk over?'; raise it"

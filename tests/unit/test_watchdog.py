@@ -34,38 +34,43 @@ def line(*later: Heartbeat, silent: tuple = ()) -> str:
     return str(error).removesuffix(f"; {watchdog.WAY_OUT}")
 
 
-NOTICED = "noticed by rank 0 on node1 (step 12, at x.py:40 read) after 20 s"
+NAMED = {  # signs of life, silent ranks, error
+    "a silent rank, although another is late": (
+        [sign(0), sign(1, beats=11), sign(2), sign(3)],
+        (3,),
+        "hang: no answer from rank 3 on node2 (last heard: step 12, at x.py:40 read), stopped or out of reach, "
+        "noticed by rank 0 on node1 (step 12, at x.py:40 read) after 20 s",
+    ),
+    "less progress": (
+        [sign(0), sign(1), sign(2, beats=11), sign(3)],
+        (),
+        "hang: no progress of rank 2 on node2 (step 11, at x.py:40 read), "
+        "noticed by rank 0 on node1 (step 12, at x.py:40 read) after 20 s",
+    ),
+    "fewer collectives in one step": (
+        [sign(0), sign(1, collectives=39), sign(2, collectives=39), sign(3)],
+        (),
+        "hang: no progress of rank 1 on node1 (step 12, at x.py:39 read), rank 2 on node2 (step 12, at x.py:39 read), "
+        "noticed by rank 0 on node1 (step 12, at x.py:40 read) after 20 s",
+    ),
+    "never joined": (
+        [sign(0, beats=0), sign(1, beats=0)],
+        (),
+        "rendezvous: rank 2 on node2, rank 3 on node2 did not join within 20 s; check that node, or exclude it",
+    ),
+    "still joining, while the others are silent": (
+        [sign(0, beats=0), sign(1, beats=3), sign(2, beats=3), sign(3, beats=3)],
+        (1, 2, 3),
+        "hang: no progress of rank 0 on node1 (step 0, at x.py:40 read), "
+        "noticed by rank 0 on node1 (step 0, at x.py:40 read) after 20 s",
+    ),
+}
 
 
-def test_a_silent_rank_is_named_even_if_another_is_late():
-    last = "rank 3 on node2 (last heard: step 12, at x.py:40 read)"
-    assert line(sign(0), sign(1, beats=11), sign(2), sign(3), silent=(3,)) == (
-        f"hang: no answer from {last}, stopped or out of reach, {NOTICED}"
-    )
-
-
-def test_a_rank_with_less_progress_is_named_with_its_place():
-    assert line(sign(0), sign(1), sign(2, beats=11), sign(3)) == (
-        f"hang: no progress of rank 2 on node2 (step 11, at x.py:40 read), {NOTICED}"
-    )
-
-
-def test_in_one_step_the_ranks_with_fewer_collectives_are_named():
-    found = line(sign(0), sign(1, collectives=39), sign(2, collectives=39), sign(3))
-    late_ranks = "rank 1 on node1 (step 12, at x.py:39 read), rank 2 on node2 (step 12, at x.py:39 read)"
-    assert found == f"hang: no progress of {late_ranks}, {NOTICED}"
-
-
-def test_ranks_that_never_joined_are_named_with_their_expected_nodes(monkeypatch):
+@pytest.mark.parametrize(("signs", "silent", "error"), NAMED.values(), ids=NAMED)
+def test_the_error_names_the_rank_that_the_others_wait_for(signs, silent, error, monkeypatch):
     monkeypatch.setenv("ALL_NODES", "node1\nnode2")
-    assert line(sign(0, beats=0), sign(1, beats=0)) == (
-        "rendezvous: rank 2 on node2, rank 3 on node2 did not join within 20 s; check that node, or exclude it"
-    )
-
-
-def test_a_rank_that_still_joins_is_named_and_not_the_silent_ranks():
-    found = [sign(0, beats=0), sign(1, beats=3), sign(2, beats=3), sign(3, beats=3)]
-    assert line(*found, silent=(1, 2, 3)).startswith("hang: no progress of rank 0 on node1 (step 0, at x.py:40 read), ")
+    assert line(*signs, silent=silent) == error
 
 
 def test_process_groups_time_out_after_the_watchdog(monkeypatch):
