@@ -6,6 +6,7 @@
 `make lint` runs the same with --check, and fails if a page no longer agrees with the files.
 """
 
+import ast
 import json
 import math
 import os
@@ -42,6 +43,13 @@ def show(*lines: str) -> None:
 def show_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     lines = [heads, ["---"] * len(heads), *rows]
     show(*(f"| {' | '.join(map(str, line))} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines))
+
+
+def source(path: str, name: str) -> None:
+    """Print a function of a Python file."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    (function,) = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef) and each.name == name]
+    show("```python", *text.splitlines()[function.lineno - 1 : function.end_lineno], "```")
 
 
 # --- sections and experiments

@@ -15,7 +15,8 @@ from helpers import REPOSITORY, bash_blocks
 from text_checks.common import TEXTS, read, relative_name
 
 OWN_EXPERIMENT = "own/mine"  # the reader's copy of an experiment
-PARSED = ("estimate_memory.py", "evaluate.py", "train.py")  # tests/unit/test_docs.py parses their flags
+# tests/unit/test_docs.py parses the flags of these scripts
+PARSED = ("estimate_memory.py", "evaluate.py", "loop.py", "train.py")
 
 
 class Command(NamedTuple):

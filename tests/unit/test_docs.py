@@ -33,7 +33,7 @@ def flag_errors(command: Command) -> Iterator[str]:
     try:
         if script.endswith("estimate_memory.py"):
             parse_memory_plan(flags, environment=command.variables)
-        elif script.endswith(("train.py", "evaluate.py")):
+        elif script.endswith(("train.py", "loop.py", "evaluate.py")):
             parse_command_line("", flags, gpu=True, environment=command.variables)
     except WorkshopError as error:
         yield f"{relative_name(command.page)}: `{shlex.join(command.words)}`: {error}"

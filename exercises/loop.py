@@ -1,0 +1,198 @@
+"""Fine-tuning without the Trainer: the loop that `trainer.train()` runs, in one file to read from top to bottom.
+
+    python exercises/loop.py                                                                             # one process
+    torchrun --nproc_per_node=2 exercises/loop.py                                                        # DDP
+    torchrun --nproc_per_node=2 exercises/loop.py --deepspeed ds_configs/zero2.json                      # ZeRO
+    torchrun --nproc_per_node=2 exercises/loop.py --fsdp --fsdp_config fsdp_configs/full_shard.json      # FSDP2
+
+The losses equal those of scripts/train.py, with the same flags, variables and config files. But this file saves
+nothing, and ignores the flags of other features, such as LoRA. docs/training-loop.md says what the Trainer adds.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from math import ceil
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, DummyOptim
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from config import IGNORED
+from data_loader import collator, load_squad
+from distributed.collectives import print_once
+from distributed.ds_config import check_contradictions, check_ds_config
+from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
+from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
+from model import load_model, load_tokenizer
+from settings.command_line import parse_command_line
+from settings.precision import DTYPES
+from settings.settings import Settings
+from settings.trainer_flags import training_arguments
+
+
+def main() -> None:
+    # 1. Settings, and the group of all ranks
+    settings, args = start()
+    accelerator = make_accelerator(settings, args)
+
+    # 2. Data. The seed chooses the questions, so that all ranks have the same ones
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    columns = ["input_ids", "attention_mask", "labels"]
+    train_set, eval_set = (part.select_columns(columns) for part in load_squad(settings.data, tokenizer, args))
+    collate = collator(tokenizer, settings.data)
+    train_loader = DataLoader(train_set, args.per_device_train_batch_size, shuffle=True, collate_fn=collate)
+    eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, collate_fn=collate)
+
+    # 3. Model and optimizer. With ZeRO-3, each rank keeps only its shard of each weight
+    model = load_model(settings.model, tokenizer, args.seed)
+    optimizer = make_optimizer(model, settings)
+
+    # 4. The strategy. prepare() wraps the model in DDP, DeepSpeed or FSDP, and divides the batches among the ranks
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+
+    # 5. The schedule of the learning rate. Count the steps after prepare(), which leaves a rank only its own batches
+    steps_per_epoch = ceil(len(train_loader) / args.gradient_accumulation_steps)
+    last_step = args.max_steps if args.max_steps > 0 else ceil(args.num_train_epochs * steps_per_epoch)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(last_step), last_step)
+    print_once(f"{type(model).__name__}, ranks: {accelerator.num_processes}, steps: {last_step}")
+
+    # 6. Training, with an evaluation after each epoch
+    step = 0
+    losses = []  # those since the last printed line
+    while step < last_step:
+        train_loader.set_epoch(step // steps_per_epoch)  # each epoch has its own order of the questions
+        for micro_batches in optimizer_steps(train_loader, args.gradient_accumulation_steps):
+            losses.append(train_step(micro_batches, model, optimizer, schedule, accelerator, args.max_grad_norm))
+            step += 1
+            if step % args.logging_steps == 0 or step == last_step:
+                print_once(f"step {step}: loss {accelerator.reduce(sum(losses)).item() / len(losses):.6f}")
+                losses = []
+            if step == last_step:
+                break
+        print_once(f"step {step}: eval_loss {evaluate(model, eval_loader, accelerator):.6f}")
+    leave_process_group()
+
+
+def optimizer_steps(loader: DataLoader, accumulation: int) -> Iterator[list[dict]]:
+    """Yield the micro batches of each optimizer step of an epoch. The last step may have fewer."""
+    batches = iter(loader)
+    while micro_batches := list(islice(batches, accumulation)):
+        yield micro_batches
+
+
+def train_step(micro_batches, model, optimizer, schedule, accelerator, max_norm) -> torch.Tensor:
+    """Update the weights once. Return this rank's part of the loss: the loss is the sum of all ranks' parts."""
+    model.train()
+    # By default, DeepSpeed also divides the loss by the number of micro batches
+    options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+    # All tokens of the global batch count equally, in whichever micro batch and on whichever rank they are
+    tokens = accelerator.reduce(sum(count_labels(batch) for batch in micro_batches))
+    step_loss = torch.zeros((), device=accelerator.device)
+    for batch in micro_batches:
+        is_last = batch is micro_batches[-1]
+        accelerator.sync_gradients = is_last  # DeepSpeed clips and updates at the end of the last backward pass
+        # Earlier micro batches only add to the gradients, so DDP, FSDP and ZeRO-1 need not reduce these yet
+        with nullcontext() if is_last else accelerator.no_sync(model):
+            # The loss is the sum over the tokens of this micro batch, divided by those of the global batch
+            loss = model(**batch, num_items_in_batch=tokens).loss
+            # Every strategy then divides the sum of the ranks' gradients by the number of ranks. But `tokens` already
+            # counts the tokens of all ranks, so multiply by this number first
+            accelerator.backward(loss * accelerator.num_processes, **options)
+        step_loss += loss.detach()
+    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    if not accelerator.optimizer_step_was_skipped:  # fp16 skips a step whose gradients overflow
+        schedule.step()
+    optimizer.zero_grad()
+    return step_loss
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, loader: DataLoader, accelerator: Accelerator) -> float:
+    """Return the mean loss of all tokens that count, for any number of ranks and any batch size."""
+    model.eval()
+    rank, ranks, size = accelerator.process_index, accelerator.num_processes, loader.batch_sampler.batch_size
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # losses, tokens
+    for number, batch in enumerate(loader):
+        # The ranks take the batches in turns. To give all ranks equally many, accelerate repeats questions at the end:
+        # do not count these
+        first_question = (number * ranks + rank) * size
+        batch["labels"][max(0, len(loader.dataset) - first_question) :] = IGNORED
+        tokens = count_labels(batch)
+        loss = model(**batch).loss  # the mean over the batch's tokens, NaN if there are none
+        sums += torch.stack([torch.where(tokens > 0, loss * tokens, 0.0), tokens])
+    loss, tokens = accelerator.reduce(sums).tolist()
+    return loss / tokens
+
+
+def count_labels(batch: dict) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
+
+
+def start() -> tuple[Settings, TrainingArguments]:
+    """Read flags, variables and the config file, and open the process group. TrainingArguments need no Trainer."""
+    settings = parse_command_line(__doc__)
+    deepspeed, fsdp = settings.trainer.deepspeed, settings.trainer.fsdp
+    prepare_environment(shards=bool(deepspeed or fsdp))
+    if deepspeed:
+        settings = replace(settings, deepspeed_config=check_ds_config(deepspeed))
+    if fsdp:
+        settings = replace(settings, fsdp_config=check_fsdp_config(settings))
+    args = training_arguments(
+        settings,
+        deepspeed=deepspeed,  # replaces each "auto" in the file by the value of a flag
+        fsdp=bool(fsdp),
+        fsdp_config=trainer_config(settings.fsdp_config),
+        parallelism_config=parallelism(settings.fsdp_config),
+    )
+    if deepspeed:
+        check_contradictions(settings, args)
+    # Without this line, ZeRO-3 assumes a world size of 1 while it loads the model
+    adopt_process_group(args, with_deepspeed=bool(deepspeed))
+    return settings, args
+
+
+def make_accelerator(settings: Settings, args: TrainingArguments) -> Accelerator:
+    """Return the Accelerator with the plugin of the strategy. Several ranks without a plugin use DDP."""
+    fsdp_plugin = None
+    if settings.fsdp_config is not None:
+        shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
+        dtype = DTYPES[settings.precision]
+        # accelerate's own policy would also round the loss to 16 bits
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        fsdp_plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args, mixed_precision_policy=policy)
+    return Accelerator(
+        mixed_precision=args.mixed_precision,
+        deepspeed_plugin=args.deepspeed_plugin,
+        fsdp_plugin=fsdp_plugin,
+        parallelism_config=args.parallelism_config,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+    )
+
+
+def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer | DummyOptim:
+    """Return AdamW, or a placeholder for the optimizer that a DeepSpeed config names."""
+    if "optimizer" in (settings.deepspeed_config or {}):
+        return DummyOptim(list(model.parameters()))  # under DeepSpeed, weight decay applies to every parameter
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm"])  # all except biases and norms
+    groups = [{"params": [], "weight_decay": settings.other_flags["weight_decay"]}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups[name not in decayed]["params"].append(parameter)
+    return torch.optim.AdamW(groups, lr=settings.trainer.learning_rate, fused=True)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
