@@ -102,8 +102,9 @@ def load(path: Path) -> ModuleType:
 
 def run_check(check, exercise: ModuleType, world: int) -> str:
     """Run a check on `world` ranks. Return "right" if all ranks pass, otherwise the message of one that fails."""
-    if check in (check_zero1_step, check_sharded_training):
-        # The first optimizer imports modules for seconds. Without this line each forked rank imports them again.
+    if check in (check_zero1_step, check_reduce_scatter, check_sharded_training):
+        # The first optimizer imports modules for seconds. Import them here: on a busy machine, a rank that imports them
+        # is reported as hanging.
         torch.optim.Adam([nn.Parameter(torch.zeros(1))])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
