@@ -1,6 +1,7 @@
 """Check the gaps of an exercise with several processes. Each gap is right, open, wrong (with the reason), or hangs.
 
     python exercises/check.py                                    # checks exercises/data_parallel.py
+    python exercises/check.py exercises/shard.py
     python exercises/check.py exercises/pipeline.py
     python exercises/check.py exercises/solution/pipeline.py     # any file with the same functions
 
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import Counter
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
-WORLD = 2  # ranks for the gaps of data_parallel.py
+WORLD = 2  # ranks for the gaps of data_parallel.py and shard.py
 TIMEOUT = 20  # seconds; a check takes less than one second if nothing hangs
 processes = multiprocessing.get_context("fork")  # forked processes need not import PyTorch again
 
@@ -50,20 +52,28 @@ def main() -> None:
         )
     exercise = load(arguments.file)
     untouched = untouched_gaps(arguments.file.read_text())
-    is_pipeline = hasattr(exercise, "own_layers")
+    if hasattr(exercise, "own_layers"):
+        checks, together, title, worlds = PIPELINE, check_training, "losses and gradients", (2, 3, 4)
+        ranks, flags, page = 4, " --schedule 1f1b", "docs/pipeline.md"
+    elif hasattr(exercise, "ShardedLinear"):
+        checks, together, title, worlds = SHARD, check_sharded_training, "losses and bytes", (2, 4)
+        ranks, flags, page = 2, "", "docs/ddp.md"
+    else:
+        checks, together, title, worlds = DATA_PARALLEL, None, "", ()
+        ranks, flags, page = 2, " --zero1", "docs/ddp.md"
+
     results = []
-    for number, (check, world) in enumerate((PIPELINE if is_pipeline else DATA_PARALLEL).items(), start=1):
+    for number, (check, world) in enumerate(checks.items(), start=1):
         results.append("open" if number in untouched else run_check(check, exercise, world))
         print(f"gap {number}: {results[-1]}", flush=True)
-    if is_pipeline and set(results) == {"right"}:
-        for world in (2, 3, 4):
-            results.append(run_check(check_training, exercise, world))
-            print(f"losses and gradients on {world} ranks: {results[-1]}", flush=True)
+    if set(results) == {"right"}:
+        for world in worlds:
+            results.append(run_check(together, exercise, world))
+            print(f"{title} on {world} ranks: {results[-1]}", flush=True)
     if set(results) != {"right"}:
         sys.exit(1)
-    ranks, flags, page = (4, "--schedule 1f1b", "docs/pipeline.md") if is_pipeline else (2, "--zero1", "docs/ddp.md")
     print(f"All is right. Next, run this command, then continue with {page}:")
-    print(f"    OMP_NUM_THREADS=1 torchrun --nproc_per_node={ranks} {arguments.file} {flags}")
+    print(f"    OMP_NUM_THREADS=1 torchrun --nproc_per_node={ranks} {arguments.file}{flags}")
 
 
 def untouched_gaps(text: str) -> set[int]:
@@ -92,6 +102,10 @@ def load(path: Path) -> ModuleType:
 
 def run_check(check, exercise: ModuleType, world: int) -> str:
     """Run a check on `world` ranks. Return "right" if all ranks pass, otherwise the message of one that fails."""
+    if check in (check_zero1_step, check_reduce_scatter, check_sharded_training):
+        # The first optimizer imports modules for seconds. Import them here: on a busy machine, a rank that imports them
+        # is reported as hanging.
+        torch.optim.Adam([nn.Parameter(torch.zeros(1))])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -130,8 +144,8 @@ HANG_QUESTIONS = (
 def run_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
-    # Gap 1 creates the process group itself. Gaps 2 and 5 of data_parallel.py need none.
-    if check not in (check_join, check_own_rows, check_own_part):
+    # Gap 1 of data_parallel.py creates the process group itself. The other checks of this list need none.
+    if check not in (check_join, check_own_rows, check_own_part, check_shard):
         dist.init_process_group("gloo")
     try:
         check(exercise, rank)
@@ -221,6 +235,228 @@ def check_zero1_step(exercise: ModuleType, rank: int) -> None:
 DATA_PARALLEL = dict.fromkeys(
     (check_join, check_own_rows, check_start_equal, check_average_gradients, check_own_part, check_zero1_step), WORLD
 )
+
+
+# exercises/shard.py
+
+
+def right_shard(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    length = math.ceil(len(flat) / world)
+    return nn.functional.pad(flat, (0, length * world - len(flat)))[rank * length : (rank + 1) * length]
+
+
+def check_shard(exercise: ModuleType, rank: int) -> None:
+    for numbers, world in ((8, 4), (5, 2), (5, 4)):
+        flat = torch.arange(1.0, numbers + 1)
+        parts = [exercise.shard(flat, each, world) for each in range(world)]
+        lengths = [len(part) for part in parts]
+        expected = [math.ceil(numbers / world)] * world
+        assert lengths == expected, (
+            f"{numbers} numbers on {world} ranks give parts of {lengths} numbers instead of {expected}; "
+            "before you cut the flat tensor, append as few zeros as possible, so that all parts are equally long"
+        )
+        found = [part.tolist() for part in parts]
+        right = [right_shard(flat, each, world).tolist() for each in range(world)]
+        assert found == right, f"the parts of {flat.tolist()} on {world} ranks are {found} instead of {right}"
+
+
+def make_sharded(exercise: ModuleType, rank: int) -> tuple[nn.Linear, nn.Module, torch.Tensor]:
+    """Return a layer of 5 numbers, the same layer sharded, and its padded flat tensor."""
+    exercise.shard = right_shard  # a mistake in gap 1 shall not appear again in the other gaps
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 1)
+    flat = torch.cat([linear.weight.detach().flatten(), linear.bias.detach(), torch.zeros(1)])
+    return linear, exercise.ShardedLinear(linear, rank, WORLD), flat
+
+
+@contextmanager
+def watched_collectives():
+    """Before each collective, check that all ranks call the same one. Yield the list of the names that were called.
+
+    Without this check, ranks that call different collectives wait for each other, and the reason stays unknown.
+    """
+    names = []
+    exchange = dist.all_gather_object
+
+    def compare(call: str) -> None:
+        calls = [None] * dist.get_world_size()
+        exchange(calls, call)
+        assert len(set(calls)) == 1, (
+            f"at the same time {', '.join(f'rank {rank} calls {call}' for rank, call in enumerate(calls))}; "
+            "all ranks must call the same collectives in the same order"
+        )
+
+    def watched(name: str, collective):
+        def call(*arguments, **options):
+            values = [*arguments, *options.values()]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            for tensor in tensors:
+                assert has_memory(tensor), f"{name} gets a tensor without memory; call allocate() for it first"
+            roots = "".join(f" with root {value}" for value in values if type(value) is int)
+            numbers = max((tensor.numel() for tensor in tensors), default=0)
+            compare(f"{name}{roots} for {numbers} numbers")
+            names.append(name)
+            return collective(*arguments, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, watched(name, getattr(dist, name)))
+    yield names
+    compare("no collective")
+
+
+COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "all_gather",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "barrier",
+)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def check_gather(exercise: ModuleType, rank: int) -> None:
+    linear, layer, flat = make_sharded(exercise, rank)
+    whole = layer.whole
+    inputs = torch.randn(3, 4)
+    with watched_collectives():
+        outputs = layer.forward(inputs)
+    check_parts_and_whole(layer, flat, rank, whole)
+    assert isinstance(outputs, torch.Tensor), f"forward() returns {outputs} instead of the outputs"
+    assert torch.allclose(outputs, linear(inputs)), (
+        "the outputs differ from those of the layer in one process; before self.compute(inputs), self.whole must hold "
+        "the parts of all ranks in the order of the ranks"
+    )
+    assert not has_memory(whole), (
+        f"after forward() the rank still holds the whole layer, {whole.nbytes} bytes; free self.whole when the outputs "
+        "are computed"
+    )
+
+
+def check_parts_and_whole(layer: nn.Module, flat: torch.Tensor, rank: int, whole: torch.Tensor) -> None:
+    assert layer.whole is whole, (
+        "self.whole is another tensor than before, which the backward pass will not find; "
+        "use allocate(self.whole) and free(self.whole), which keep the tensor"
+    )
+    assert has_memory(layer.part), (
+        "self.part is freed, and no other rank has this part of the weights; free the gathered layer, self.whole"
+    )
+    assert torch.equal(layer.part.data, right_shard(flat, rank, WORLD)), (
+        "self.part has changed; only Adam may change this rank's part of the weights"
+    )
+
+
+def check_gather_again(exercise: ModuleType, rank: int) -> None:
+    _, layer, flat = make_sharded(exercise, rank)
+    whole = layer.whole
+    weights = whole.detach()  # uses the same memory, like the weights that autograd keeps for the backward pass
+    with watched_collectives():
+        layer.before_backward()
+    check_parts_and_whole(layer, flat, rank, whole)
+    assert has_memory(weights), (
+        "self.whole has no memory when the backward pass of the layer begins, because forward() has freed it; "
+        "gather it again: allocate and all-gather, as in gap 2"
+    )
+    assert torch.equal(weights, flat), (
+        f"self.whole is {weights.tolist()} instead of {flat.tolist()}, the parts of all ranks in the order of the ranks"
+    )
+
+
+def check_reduce_scatter(exercise: ModuleType, rank: int) -> None:
+    _, layer, flat = make_sharded(exercise, rank)
+    whole = layer.whole
+    exercise.allocate(whole)
+    whole.data.copy_(flat)
+    numbers = torch.arange(1.0, 7.0)
+    whole.grad = numbers * (1 + 2 * rank)  # the mean over two ranks is twice `numbers`
+    with watched_collectives() as names:
+        layer.after_backward()
+    check_parts_and_whole(layer, flat, rank, whole)
+    found = layer.part.grad
+    assert found is not None, (
+        "self.part has no gradient, so Adam does not update it. Adam must step on the part, because the whole layer is "
+        "freed; store the part's mean gradient in self.part.grad"
+    )
+    mean = right_shard(2 * numbers, rank, WORLD)
+    reason = "it must be this rank's part of the mean over the ranks"
+    if torch.allclose(found, mean * WORLD):
+        reason = "this is the sum over the ranks; divide it by self.world"
+    elif torch.allclose(found, mean / WORLD):
+        reason = "this is the sum divided by self.world twice; divide it only once"
+    assert torch.allclose(found, mean), (
+        f"the gradient of the part is {found.tolist()} instead of {mean.tolist()}: {reason}"
+    )
+    assert "all_reduce" not in names, (
+        "the gradient is right, but an all-reduce sends twice as much as needed, because each rank gets the gradient "
+        "of the whole layer; use dist.reduce_scatter_single, which gives each rank only its part"
+    )
+    assert whole.grad is None, (
+        f"self.whole.grad still holds the gradient of the whole layer, {whole.grad.nbytes} bytes, and the next step "
+        "would add to it; set it to None when the part has its gradient"
+    )
+    assert not has_memory(whole), (
+        f"after the backward pass the rank still holds the whole layer, {whole.nbytes} bytes; free self.whole"
+    )
+
+
+def check_sharded_training(exercise: ModuleType, rank: int) -> None:
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    layers = [exercise.ShardedLinear(reference[number], rank, world) for number in (0, 2)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
+    parameters = list(model.parameters())
+    assert all(map(operator.is_, parameters, [layer.part for layer in layers])), (
+        "model.parameters() are not the parts of the layers; only self.part may be an nn.Parameter, "
+        "because Adam updates every nn.Parameter"
+    )
+    adam, reference_adam = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, reference))
+    sent = Counter()
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        setattr(dist, name, exercise.count_sent(getattr(dist, name), sent, world))
+    for step in (1, 2):
+        inputs = torch.randn(16, 8)
+        mine = inputs[rank::world]
+        expected = sum_loss(reference, mine).item()
+        for each, rows, optimizer in ((reference, inputs, reference_adam), (model, mine, adam)):
+            loss = sum_loss(each, rows)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert math.isclose(loss.item(), expected, rel_tol=1e-5), (
+            f"in step {step} the loss is {loss.item():.6f} instead of {expected:.6f}"
+        )
+    for layer, linear in zip(layers, (reference[0], reference[2]), strict=True):
+        flat = torch.cat([linear.weight.detach().flatten(), linear.bias.detach()])
+        assert torch.allclose(layer.part, right_shard(flat, rank, world), atol=1e-6), (
+            "after two steps, the rank's part differs from the weights in one process"
+        )
+    numbers = sum(len(layer.part) for layer in layers)
+    found, expected = exercise.count_held(layers, adam), (4 * numbers, 4 * numbers, 8 * numbers)
+    assert found == expected, (
+        f"after a step the rank holds {found} bytes of parameters, gradients and Adam's moments instead of {expected}"
+    )
+    found, expected = sum(sent.values()), 2 * 3 * 4 * numbers * (world - 1)
+    assert math.isclose(found, expected), (
+        f"in two steps the rank sends {found:.0f} bytes instead of {expected}: "
+        "a layer needs two all-gathers and one reduce-scatter in each step"
+    )
+
+
+def sum_loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
+
+
+SHARD = dict.fromkeys((check_shard, check_gather, check_gather_again, check_reduce_scatter), WORLD)
 
 
 # exercises/pipeline.py

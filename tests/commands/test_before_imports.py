@@ -2,7 +2,8 @@
 
 import pytest
 
-PROGRAMS = ["train.py", "evaluate.py", "ask.py", "../exercises/data_parallel.py", "../exercises/pipeline.py"]
+EXERCISES = ["../exercises/data_parallel.py", "../exercises/shard.py", "../exercises/pipeline.py"]
+PROGRAMS = ["train.py", "evaluate.py", "ask.py", *EXERCISES]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -10,6 +10,7 @@ import pytest
 from helpers import LAUNCHERS, REPOSITORY
 
 SOLUTION = "exercises/solution/data_parallel.py"
+SHARD = "exercises/solution/shard.py"
 PIPELINE = "exercises/solution/pipeline.py"
 
 
@@ -26,6 +27,11 @@ def test_the_finished_exercises_are_right():
     right, following = done.stdout.split("All is right. ")
     assert (done.returncode, right) == (0, gaps), done
     assert following.endswith(f"torchrun --nproc_per_node=2 {SOLUTION} --zero1\n")
+    done = python("exercises/check.py", SHARD)
+    together = "".join(f"losses and bytes on {ranks} ranks: right\n" for ranks in (2, 4))
+    right, following = done.stdout.split("All is right. ")
+    assert (done.returncode, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
+    assert following.endswith(f"docs/ddp.md:\n    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 {SHARD}\n")
     done = python("exercises/check.py", PIPELINE)
     together = "".join(f"losses and gradients on {ranks} ranks: right\n" for ranks in (2, 3, 4))
     right, following = done.stdout.split("All is right. ")
@@ -33,11 +39,12 @@ def test_the_finished_exercises_are_right():
     assert following.endswith(f"torchrun --nproc_per_node=4 {PIPELINE} --schedule 1f1b\n")
 
 
-@pytest.mark.parametrize("solution", [SOLUTION, PIPELINE])
-def test_an_exercise_differs_from_its_solution_only_in_six_open_gaps(solution):
+@pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6)])
+def test_an_exercise_differs_from_its_solution_only_in_open_gaps(solution, gaps):
     exercise = solution.replace("solution/", "")
     done = python("exercises/check.py", exercise)
-    assert (done.returncode, done.stdout) == (1, "".join(f"gap {number}: open\n" for number in range(1, 7))), done
+    report = "".join(f"gap {number}: open\n" for number in range(1, gaps + 1))
+    assert (done.returncode, done.stdout) == (1, report), done
     with_gaps, finished = (ast.parse((REPOSITORY / path).read_text()) for path in (exercise, solution))
     for tree in (with_gaps, finished):
         for function in ast.walk(tree):
@@ -93,6 +100,96 @@ def test_check_names_a_wrong_gap_and_the_reason(tmp_path, solution, right, wrong
     assert re.fullmatch(rf"gap {gap}: (?:{message})", done.stdout.splitlines()[gap - 1]), done
 
 
+# Each case: a correct text of the solution of shard.py, a wrong replacement, the check that finds it, and its message
+REDUCE_SCATTER = "        dist.reduce_scatter_single(self.part.grad, self.whole.grad)\n"
+GATHER_AGAIN = """        allocate(self.whole)
+        dist.all_gather_single(self.whole.data, self.part.data)
+
+    def after_backward"""
+NUMBERS = r"\[\d+.0, \d+.0, \d+.0\]"
+WRONG_SHARD = {
+    "forgot to free": (
+        "        free(self.whole)\n        return outputs\n", "        return outputs\n", "gap 2",
+        r"after forward\(\) the rank still holds the whole layer, 24 bytes; "
+        "free self.whole when the outputs are computed"),
+    "freed the part": (
+        "        free(self.whole)\n        return outputs\n", "        free(self.part)\n        return outputs\n",
+        "gap 2",
+        "self.part is freed, and no other rank has this part of the weights; free the gathered layer, self.whole"),
+    "divided twice": (
+        REDUCE_SCATTER, "        self.whole.grad /= self.world\n" + REDUCE_SCATTER, "gap 4",
+        rf"the gradient of the part is {NUMBERS} instead of {NUMBERS}: "
+        "this is the sum divided by self.world twice; divide it only once"),
+    "gathered in the forward pass only": (
+        GATHER_AGAIN, GATHER_AGAIN.replace("        dist.all_gather_single(self.whole.data, self.part.data)\n", "")
+        .replace("allocate(self.whole)", "pass"), "gap 3",
+        "self.whole has no memory when the backward pass of the layer begins, because forward\\(\\) has freed it; "
+        "gather it again: allocate and all-gather, as in gap 2"),
+    "all-reduce": (
+        REDUCE_SCATTER, "        dist.all_reduce(self.whole.grad)\n"
+        "        self.part.grad = shard(self.whole.grad, dist.get_rank(), self.world)\n", "gap 4",
+        "the gradient is right, but an all-reduce sends twice as much as needed, because each rank gets the gradient "
+        "of the whole layer; use dist.reduce_scatter_single, which gives each rank only its part"),
+    "no padding": (
+        "    flat = nn.functional.pad(flat, (0, -len(flat) % world))\n", "", "gap 1",
+        r"5 numbers on 2 ranks give parts of \[2, 2\] numbers instead of \[3, 3\]; "
+        "before you cut the flat tensor, append as few zeros as possible, so that all parts are equally long"),
+    "another order of collectives on two ranks": (
+        GATHER_AGAIN, GATHER_AGAIN.replace("        dist.all_gather_single(self.whole.data, self.part.data)\n", """
+        rank = dist.get_rank()
+        parts = list(self.whole.data.chunk(self.world))
+        parts[rank].copy_(self.part.data)
+        for owner in (rank, 1 - rank):
+            dist.broadcast(parts[owner], owner)
+"""), "gap 3",
+        "at the same time rank 0 calls broadcast with root 0 for 3 numbers, rank 1 calls broadcast with root 1 for 3 "
+        "numbers; all ranks must call the same collectives in the same order"),
+    "kept the gathered gradient": (
+        "        self.whole.grad = None\n", "", "gap 4",
+        "self.whole.grad still holds the gradient of the whole layer, 24 bytes, and the next step would add to it; "
+        "set it to None when the part has its gradient"),
+    "optimizer on the gathered tensor": (
+        "        self.part.grad = torch.empty_like(self.part)\n" + REDUCE_SCATTER
+        + "        self.part.grad /= self.world\n",
+        "        dist.all_reduce(self.whole.grad)\n        torch.optim.Adam([self.whole], lr=0.01).step()\n", "gap 4",
+        "self.part has no gradient, so Adam does not update it. Adam must step on the part, because the whole layer is "
+        "freed; store the part's mean gradient in self.part.grad"),
+    "optimizer also on the gathered tensor": (
+        "self.whole = torch.empty(len(self.part) * world, requires_grad=True)",
+        "self.whole = nn.Parameter(torch.empty(len(self.part) * world))", "losses and bytes on 2 ranks",
+        r"model.parameters\(\) are not the parts of the layers; only self.part may be an nn.Parameter, "
+        "because Adam updates every nn.Parameter"),
+    "sum instead of mean": (
+        "        self.part.grad /= self.world\n", "", "gap 4",
+        rf"the gradient of the part is {NUMBERS} instead of {NUMBERS}: "
+        "this is the sum over the ranks; divide it by self.world"),
+}  # fmt: skip
+# Run one check for each file, with one start of Python
+RUN_CHECKS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "exercises")
+import check
+checks = {f"gap {number}": each for number, each in enumerate(check.SHARD, start=1)}
+checks["losses and bytes on 2 ranks"] = check.check_sharded_training
+for line, file in zip(sys.argv[1::2], sys.argv[2::2]):
+    print(check.run_check(checks[line], check.load(Path(file)), check.WORLD))
+"""
+
+
+def test_check_names_each_typical_mistake_in_shard(tmp_path):
+    text = (REPOSITORY / SHARD).read_text()
+    words = []
+    for name, (right, wrong, line, _) in WRONG_SHARD.items():
+        assert text.count(right) == 1, name
+        (tmp_path / f"{name}.py").write_text(text.replace(right, wrong))
+        words += [line, tmp_path / f"{name}.py"]
+    done = python("-c", RUN_CHECKS, *words)
+    found = dict(zip(WRONG_SHARD, done.stdout.splitlines(), strict=True))
+    for name, (_, _, _, message) in WRONG_SHARD.items():
+        assert re.fullmatch(rf"wrong: rank \d: {message}", found[name]), found[name]
+
+
 def losses(done) -> list[float]:
     assert done.returncode == 0, done
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
@@ -103,6 +200,13 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks():
     assert len(one_process) == 6 and one_process[-1] < one_process[0] / 2
     for flags in ([], ["--zero1"]):
         assert losses(python(SOLUTION, *flags, processes=2)) == pytest.approx(one_process, rel=1e-3)
+    assert losses(python(SHARD)) == one_process
+    for ranks, held, sent in ((2, 2576, 1932), (4, 1296, 2916)):
+        done = python(SHARD, processes=ranks)
+        assert losses(done) == pytest.approx(one_process, rel=1e-4)
+        moments = ("before the forward pass", "after the forward pass", "after the backward pass", "sum")
+        counted = re.findall(rf"^({'|'.join(moments)}) .* (\d+)$", done.stdout, re.MULTILINE)
+        assert counted == [*((moment, str(held)) for moment in moments[:3]), ("sum", str(sent))], done
 
 
 @pytest.fixture(scope="module")
