@@ -14,8 +14,7 @@ import report
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from report_files import RUNS, RUNS_OF_1_0_0, add_run, cell, table
 from reporting.definitions import load_definitions
-from reporting.metrics import HELD
-from reporting.report_folder import ALL_RUNS, write_report
+from reporting.report_folder import write_report
 
 WAY_OUT = "see the comment at its top"
 GOLDEN = REPOSITORY / "tests" / "data" / "report"
@@ -78,17 +77,6 @@ def test_every_experiment_has_a_table():
     folders = {str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENT_SCRIPTS}
     # gpu_check.py writes a table of its own, and own-model is made to be copied
     assert folders - {"gpu-check", "own-model/train"} <= known
-
-
-def test_a_table_with_the_plot_of_what_a_rank_held_has_its_columns():
-    for definition in DEFINITIONS:
-        assert {*HELD.values()} <= {*definition.columns} or "held" not in definition.plots, definition.id
-
-
-def test_the_peak_of_a_rank_is_next_to_the_peak_of_all_processes():
-    """A sample of the log that was taken during a fork counts a process twice."""
-    for definition in [*DEFINITIONS, ALL_RUNS]:
-        assert ("peak_cpu" in definition.columns) == ("peak_process" in definition.columns), definition.id
 
 
 @pytest.mark.parametrize(

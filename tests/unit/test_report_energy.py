@@ -8,10 +8,8 @@ import pytest
 from report_files import add_gpu_run, add_run
 from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
-from reporting.definitions import load_definitions
 from reporting.metrics import metric_value
 from reporting.render import describe_gpu_hours
-from reporting.report_folder import ALL_RUNS
 from reporting.runs import Missing, Run, find_runs
 
 ENERGY = ["kwh", "joules_per_question", "joules_per_1000_tokens", "mean_watts", "power_share"]
@@ -110,18 +108,3 @@ def test_the_page_of_a_class_shows_kwh_if_any_are_known(tmp_path, monkeypatch):
         pages[len(names)] = render_class(reader, reader.read(), False, None)
     assert "<p>1 in 2 runs; 0.2 kWh (1 of 2 runs)</p>" in pages[2] and "kWh: energy" in pages[2]
     assert "<p>0.5 in 1 run</p>" in pages[1] and "kWh" not in pages[1]
-
-
-def test_energy_is_in_the_tables_about_costs():
-    """All runs also have their kWh, next to their GPU-hours."""
-    assert {each.id for each in load_definitions() if {*ENERGY} & {*each.columns}} == {"baseline", "cost"}
-    assert "kwh" in ALL_RUNS.columns
-
-
-def test_true_utilisation_is_next_to_the_duty_cycle():
-    """The weak scaling of the custom model has no room for it, and the modelled runs of `cost` do not have it."""
-    for each in load_definitions():
-        if "gpu_utilisation" in each.columns and each.id not in ("custom-weak-scaling", "cost"):
-            assert each.columns[each.columns.index("gpu_utilisation") + 1] == "sm_activity", each.id
-    busy = next(each for each in load_definitions() if each.id == "gpu-activity")
-    assert {"gpu_utilisation", "mfu", *ACTIVITY} <= {*busy.columns}

@@ -15,11 +15,10 @@ from matplotlib.figure import Figure
 from report_files import GPU_HEADER, add_run, table, write
 from reporting.colours import PARTS
 from reporting.definitions import PLOTS
-from reporting.page import SITE_NAME
 from reporting.plots import DRAWINGS
 from reporting.report_folder import write_report
 from reporting.tables import Table
-from shared.paths import REPOSITORY, workshop_version
+from shared.paths import workshop_version
 from shared.units import MIB
 
 STAGE = "deepspeed-single-gpu/zero_1"
@@ -97,22 +96,6 @@ def test_runs_that_no_job_script_started_are_one_grey_line(tmp_path):
     assert "completed, incomplete: 1 run 3 baseline: cpu_memory: no log of job 3" in overview
 
 
-@pytest.mark.parametrize(
-    ("experiments", "title"),
-    [
-        (["demo/plain", "demo/ddp"], "demo"),
-        (["fsdp-multi-gpu/2_gpus", "fsdp-multi-gpu/4_gpus"], "fsdp-multi-gpu"),
-        (["baseline", "demo/ddp"], "Distributed LLM fine-tuning"),
-    ],
-)
-def test_the_title_is_the_family_of_the_runs_or_the_site(tmp_path, experiments, title):
-    for job, experiment in enumerate(experiments, 1):
-        add_run(tmp_path, experiment, str(job))
-    html = write_page(tmp_path).html
-    assert f"<title>Results: {title}</title>" in html and f"<h1>Results: {title}</h1>" in html
-    assert f'\nproject = "{SITE_NAME}"\n' in (REPOSITORY / "docs" / "site" / "conf.py").read_text()
-
-
 def test_long_job_ids_are_short_in_tables(tmp_path):
     """Hovering over a short id shows the whole one. The list of runs has the whole ids."""
     first, second, third = "local-20261126-113000-4711", "local-20261126-113100-4711", "local-20261126-113200-99"
@@ -130,16 +113,6 @@ def test_long_job_ids_are_short_in_tables(tmp_path):
     assert all(f"\n{job_id} demo/" in page.text for job_id in (first, second, third))
 
 
-def test_a_column_of_notes_appears_only_with_notes(tmp_path):
-    add_run(tmp_path, "demo/plain", "1", held=[held(1, 1, 2)])
-    add_run(tmp_path, "demo/ddp", "2", held=[held(1, 1, 2)])
-    assert ">Note</th>" not in write_page(tmp_path).html
-    add_run(tmp_path, "demo/ddp", "2", held=None, missing={"held": "the training had no second step"})
-    page = write_page(tmp_path)
-    assert ">Note</th>" in page.html
-    assert page.section("demo").count("the training had no second step") == 3
-
-
 def test_measured_and_predicted_numbers_are_columns(tmp_path, monkeypatch):
     predicted = SimpleNamespace(gpu_mib=None, node_mib=9, parameters=10.0, gradients=5.0, optimizer_state=14.0)
     monkeypatch.setattr("reporting.metrics.predict_memory", lambda record: predicted)
@@ -148,14 +121,6 @@ def test_measured_and_predicted_numbers_are_columns(tmp_path, monkeypatch):
     shown = write_page(tmp_path).section("demo")
     assert "Note" not in shown and shown.count("measured predicted") == 4
     assert "Parameters (MiB) 10 10 20 10 " in shown
-
-
-def test_long_lists_are_counted(tmp_path):
-    for job in range(1, 31):
-        add_run(tmp_path, STAGE, str(job), status="failed", exit_code=3)
-    page = write_page(tmp_path)
-    assert "failed: 30 runs" in page.section("overview") and "and 18 more" in page.section("overview")
-    assert len([each for each in page.find("div") if each.get("id", "").startswith("job-")]) == 30
 
 
 def test_each_number_leads_to_its_run(tmp_path):
@@ -313,18 +278,6 @@ def test_speed_over_memory_shows_each_completed_run(tmp_path):
     assert sorted(points) == sorted(measured.values())
 
 
-def test_the_legend_names_the_drawn_runs(tmp_path):
-    """A run without a log has no training line, one logged step is a marker, and a failed run is labelled."""
-    folder = add_run(tmp_path, "methods-comparison/ddp", "1")
-    write(folder / "log" / "ddp_1.out", "{'loss': '2.5', 'epoch': '0.5'}\n{'loss': '2.")
-    add_run(tmp_path, "methods-comparison/fsdp1", "2", eval=[])
-    add_run(tmp_path, "methods-comparison/fsdp2", "3", status="failed", exit_code=1, eval=[{"epoch": 1, "loss": 2.4}])
-    figure = drawn("loss", table(tmp_path, "methods-comparison"))
-    names = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-    assert names == ["DDP, training", "DDP, evaluation", "FSDP2 (failed), evaluation"]
-    assert figure.axes[0].lines[0].get_marker() == "x"
-
-
 def test_equal_curves_are_drawn_once_and_name_their_runs(tmp_path):
     """Losses are equal if the log prints the same four digits."""
     losses = {"ddp": 7.08841, "fsdp1": 7.08839, "fsdp2": 7.0891, "zero3": 7.08842}
@@ -366,16 +319,6 @@ def test_stacked_bars_show_what_a_rank_held_and_the_prediction(tmp_path, monkeyp
     assert axis.get_xlabel().endswith("(MiB)\nLeft out, a part was not measured: Stage 2.")
     looks = {part.get_label(): (to_hex(part[0].get_facecolor()), part[0].get_hatch()) for part in axis.containers}
     assert looks == {name: (PARTS[name]["color"], PARTS[name].get("hatch")) for name in looks}
-
-
-def test_plots_are_equal_in_each_report(tmp_path):
-    """The page embeds SVG with text as paths."""
-    add_run(tmp_path, STAGE, "1", held=[held(10, 10, 20)])
-    pages = [write_page(tmp_path).html for _ in range(2)]
-    assert pages[0] == pages[1]
-    plots = [base64.b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", pages[0])]
-    assert len(plots) == 3
-    assert all("<path" in plot and "<text" not in plot and "<dc:date>" not in plot for plot in plots)
 
 
 def test_the_memory_plots_show_the_peaks(tmp_path):
@@ -428,13 +371,3 @@ def test_the_plot_of_power_marks_evaluations_and_saves(tmp_path, local_zone):
     assert spans == [[(4, 6.5)], [(7, 8)]] * 2
     assert [bool(bars.get_hatch()) for bars in above.collections] == [False, True] * 2
     assert "evaluation (filled) and saving (hatched)" in power.get_xlabel().replace("\n", " ")
-
-
-def test_without_power_or_pauses_nothing_is_marked(tmp_path):
-    add_run(tmp_path, STAGE, "1")
-    shown = table(tmp_path, "zero-stages-tiny-bloom")
-    _, power, _ = drawn("memory", shown).axes
-    assert (power.child_axes, power.get_xlabel()) == ([], "time (s)")
-    add_run(tmp_path, STAGE, "1", power_log(0, "[N/A]", "[N/A]"), pauses=[pause("saving", 0, 1, 1)])
-    labels = [axis.get_ylabel() for axis in drawn("memory", table(tmp_path, "zero-stages-tiny-bloom")).axes]
-    assert labels == ["GPU memory used (MiB)", "CPU memory used (MiB)"]
