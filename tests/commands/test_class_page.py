@@ -51,6 +51,7 @@ def section(page: str, name: str) -> str:
     return " ".join(re.sub(r"<wbr>|<[^>]*>", lambda match: "" if match[0] == "<wbr>" else " ", part).split())
 
 
+@pytest.mark.promise("the class at a glance shows each state and each failure")
 def test_every_state(tmp_path, slurm):
     clone = tmp_path / "alice"
     experiments = [*EXPERIMENTS, *(f"x/{name}" for name in ("oom", "stopped", "timeout", "vanished", "none", "file"))]
@@ -204,6 +205,7 @@ def test_two_runs_that_differ_have_no_majority(tmp_path, slurm):
     assert "All runs of an experiment have the same settings" in page_of(reader)
 
 
+@pytest.mark.promise("--numbers shows no name")
 def test_numbers_hide_all_names(tmp_path, slurm):
     people = ["alice", "Bob-Smith", "carol"]
     clones = [tmp_path / "home" / name / "workshop" for name in people]

@@ -41,6 +41,7 @@ def records(folder: Path) -> dict:
     return {path.stem: read_record(path) for path in sorted(folder.glob("results/*.json"))}
 
 
+@pytest.mark.promise("cost: its commands work, and the energy of its modelled runs follows from their logs")
 def test_the_report_shows_the_modelled_runs_with_their_energy_and_curves(clone):
     report, _ = blocks(PAGE)
     assert shell(report, clone).startswith("5 runs, ")
@@ -64,6 +65,7 @@ def kwh(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"^(\S+) kWh$", text, re.MULTILINE)]
 
 
+@pytest.mark.promise("cost: its commands work, and the energy of its modelled runs follows from their logs")
 def test_the_awk_lines_give_the_energy_of_a_log(clone):
     _, awk = blocks(PAGE)
     for job, record in records(clone / COST).items():

@@ -65,6 +65,7 @@ def test_estimate_at_a_site_without_gpus_describes_the_cpu_run(workshop):
     assert "one GPU" not in done.stdout and "for sbatch" not in done.stdout
 
 
+@pytest.mark.promise("commands work as printed", "each experiment sets its own knobs, also in a copy")
 @pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
 def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_path, family, monkeypatch):
     """The site sets no knobs, so the experiments keep their sizes. The estimates run in this process."""
@@ -96,6 +97,7 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
     assert files(workshop) == before
 
 
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
 def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path, sample):
     """The site laptop sets tiny-bloom, the sample and small sizes for the workshop's experiments only."""
     LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
@@ -119,6 +121,7 @@ def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path,
     assert not_saved in dry_run(copy, MODEL_NAME=tmp_path, SAVE_STRATEGY="no").stdout.splitlines()
 
 
+@pytest.mark.promise("each knob is shown with its source")
 def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     before = files(workshop)
@@ -139,6 +142,7 @@ def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
     assert files(workshop) == before
 
 
+@pytest.mark.promise("reliability 9")
 def test_a_dry_run_of_one_or_two_nodes_shows_two(workshop, sample):
     folder = workshop / "experiments/own/elastic"
     shutil.copytree(workshop / "experiments/fsdp-multi-node/2_nodes", folder)

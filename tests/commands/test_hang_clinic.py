@@ -46,6 +46,7 @@ def test_a_broken_job_fails_as_the_page_says(name):
     assert re.search(words, done.stdout), done.stdout
 
 
+@pytest.mark.promise("exercises have gaps and a correct solution")
 @pytest.mark.parametrize("name", DONE)
 def test_a_repaired_job_runs_to_its_end(name):
     done = run("exercises/solution/hangs", name)
@@ -53,6 +54,7 @@ def test_a_repaired_job_runs_to_its_end(name):
     assert re.search(DONE[name], done.stdout), done.stdout
 
 
+@pytest.mark.promise("when a run hangs, each rank that still runs leaves its last collectives")
 def test_the_flight_records_show_the_collective_that_only_rank_0_called(tmp_path):
     done = run(HANGS, "watched.py", HANGS / "skipped.py", cwd=tmp_path)
     found = re.search(r"^error: hang: no progress of .* are in (results/\S+_flight_record)$", done.stdout, re.MULTILINE)

@@ -96,6 +96,7 @@ SETS_A_SECRET = "export WANDB_API_KEY=canary", ': "${HF_TOKEN:=canary}"', "AWS_S
 SETS_A_SECRET += "hf_token=c", "PASS=c", "CREDENTIALS=c", "export https_proxy=http://me:c@proxy:3128"
 
 
+@pytest.mark.promise("only their owner can read keys")
 @pytest.mark.parametrize("line", SETS_A_SECRET)
 def test_a_site_file_with_a_secret_must_be_private(site, line):
     error = "error: experiments/sites/moon.sh: it sets a secret, but other users may read it; run chmod 600 on it\n"
@@ -233,6 +234,7 @@ def test_gpu_log_holds_the_gpus_that_the_ranks_use(stub, workshop, visible, logg
     assert said == ([f"missing: {missing.format(host=os.uname().nodename)}"] if missing else [])
 
 
+@pytest.mark.promise("a machine with one GPU, or with a driver that is too old, is a normal machine")
 def test_a_laptop_gpu_is_hidden_unless_the_caller_selects_it(stub):
     """The GPU is hidden because a job with two ranks would need two GPUs."""
     hint = "GPUs are hidden from this job (site laptop); to use one, put CUDA_VISIBLE_DEVICES=0 before the command"
@@ -325,6 +327,7 @@ signal.pause()
 """
 
 
+@pytest.mark.promise("reliability 9")
 @pytest.mark.parametrize(("steps", "owner"), [((4,), "47"), ((4, 8), "47"), ((4, 8), "46")], ids=str)
 def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps, owner):
     """Checkpoints of another job in the same output folder do not count as progress of this one."""
@@ -376,6 +379,7 @@ def test_ranks_that_may_share_a_gpu_keep_the_number_of_the_script(stub):
     assert read_attempts(folder / "results/48.json")[0].overrides == ["gpus-per-node: 1 instead of 2"]
 
 
+@pytest.mark.promise("a job uses the nodes and GPUs that Slurm allocated")
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -143,6 +143,7 @@ def attack(tmp_path):
         process.wait(timeout=120)
 
 
+@pytest.mark.promise("the store of a job executes nothing")
 def test_launch_py_executes_nothing_from_the_store(attack, tmp_path):
     port = free_port()
     launcher = attack(str(REPOSITORY / "scripts/launch.py"), f"--master-port={port}", port=port)
@@ -174,6 +175,7 @@ while True:
 """
 
 
+@pytest.mark.promise("reliability 3")
 def test_a_second_ctrl_c_kills_unresponsive_ranks(tmp_path):
     """Also, launch.py sets OMP_NUM_THREADS of each rank to the rank's share of the cores."""
     (tmp_path / "unresponsive.py").write_text(UNRESPONSIVE)

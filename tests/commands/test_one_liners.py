@@ -24,6 +24,7 @@ def test_one_liners_give_the_values_of_the_report(record):
     check_one_liners(record)
 
 
+@pytest.mark.promise("the documents' one-liners work on GPU logs of five and of seven columns")
 @pytest.mark.parametrize("log", sorted(RUNS.rglob("gpu_memory/*.csv")), ids=lambda path: path.stem)
 def test_the_lines_of_the_original_documents_and_of_pandas_read_the_log(log):
     expected = read_gpu_log(log)

@@ -83,6 +83,7 @@ def count_plots(output: Path) -> int:
     return (output / "index.html").read_text().count("<img ")
 
 
+@pytest.mark.promise("the report fills the tables")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [1280, 600, 390])
 def test_page_in_a_browser(output, tmp_path, width, scheme):

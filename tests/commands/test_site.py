@@ -24,6 +24,7 @@ TABS = """[...document.querySelectorAll(".sd-tab-set")].map((each) =>
   [...each.querySelectorAll(".sd-tab-content")].map((content) => content.checkVisibility()))"""
 
 
+@pytest.mark.promise("the site can be read at 1,280 pixels, and its search finds the right page")
 @pytest.mark.parametrize(
     ("words", "found"),
     {
@@ -40,6 +41,7 @@ def test_search_finds_the_right_page_among_the_first_three(address, tmp_path, wo
     assert any(result.startswith(found.partition("#")[0]) for result in results[:3]), results
 
 
+@pytest.mark.promise("the site works on a phone, by keyboard, and in light and dark mode; its links work")
 def test_no_page_is_wider_than_a_phone_screen(site, address, page):
     page.send("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
     names = [path.relative_to(site).as_posix() for path in site.rglob("*.html")]
@@ -50,6 +52,7 @@ def test_no_page_is_wider_than_a_phone_screen(site, address, page):
         assert page.evaluate(WIDE) == [], name
 
 
+@pytest.mark.promise("the site works on a phone, by keyboard, and in light and dark mode; its links work")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address, width):
     page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
@@ -66,6 +69,7 @@ def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address
         assert page.evaluate("document.title").endswith(f"Distributed LLM fine-tuning {workshop_version()}")
 
 
+@pytest.mark.promise("the site works on a phone, by keyboard, and in light and dark mode; its links work")
 @pytest.mark.parametrize(
     ("name", "texts"),
     {
@@ -105,6 +109,7 @@ def test_figures_have_the_ink_and_the_ground_of_their_page(page, address):
     assert len(inks) == 2
 
 
+@pytest.mark.promise("the site can be read at 1,280 pixels, and its search finds the right page")
 def test_no_code_is_cut_at_1280_pixels(site, page, address):
     page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
     for path in site.rglob("*.html"):
@@ -113,6 +118,7 @@ def test_no_code_is_cut_at_1280_pixels(site, page, address):
         assert page.evaluate(cut) == [], path
 
 
+@pytest.mark.promise("the site can be read at 1,280 pixels, and its search finds the right page")
 def test_tabs_of_cluster_and_laptop_follow_the_keyboard_together_and_are_both_printed(page, address):
     page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
     page.visit(f"{address}/docs/multi-gpu.html")
@@ -164,6 +170,7 @@ def test_the_side_bar_marks_the_sections_of_the_afternoon_and_ends_with_the_othe
     assert [each.lower() for each in captions[-3:]] == ["reference", "for instructors", "about"]
 
 
+@pytest.mark.promise("the site works on a phone, by keyboard, and in light and dark mode; its links work")
 def test_every_link_leads_somewhere(site):
     pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     assert len(pages) > 30

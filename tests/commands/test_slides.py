@@ -119,6 +119,7 @@ def test_slides_are_one_file_that_prints_one_slide_per_page(site, slides):
     assert not re.findall(r'(?:src|href)="(?!data:|#)', (site / "slides.html").read_text())
 
 
+@pytest.mark.promise("the slides' numbers are on the pages, and the sheet prints on one page")
 @pytest.mark.promise("the sheet prints on one page")
 def test_the_sheet_of_commands_prints_on_one_page(page, address):
     page.visit(f"{address}/docs/instructor/sheet.html")

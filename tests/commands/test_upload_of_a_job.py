@@ -30,6 +30,7 @@ def job(stub, workshop, tmp_path):
     return run
 
 
+@pytest.mark.promise("no secret in any file")
 def test_offline_runs_are_uploaded_at_the_end_and_no_log_has_the_key(job, workshop):
     printed, folder, calls = job(WANDB_ONLINE=1)
     (left,) = folder.glob("wandb/*/wandb/offline-run-1")
@@ -53,6 +54,7 @@ def test_a_failed_upload_keeps_the_exit_code_and_can_be_repeated(job, tmp_path):
     assert (tmp_path / "later").read_text().splitlines() == calls[:1]
 
 
+@pytest.mark.promise("only their owner can read keys")
 @pytest.mark.parametrize("mode", [0o640, 0o604])
 def test_a_key_that_others_can_read_is_not_used(job, workshop, mode):
     (workshop / "experiments" / "wandb_key").chmod(mode)

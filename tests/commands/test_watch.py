@@ -154,6 +154,7 @@ def test_a_job_is_shown_although_slurm_does_not_answer(workshop, watch):
     assert "\nended, status: completed (exit code 0)\n" in watch("4711", squeue=NO_ANSWER).stdout
 
 
+@pytest.mark.promise("the view of a job shows nothing as current that has ended or died")
 def test_time_left_and_nodes_are_shown_only_while_the_job_runs(workshop, watch):
     log = add_log(workshop, LOG)
     view = watch("4711", squeue=RUNNING).stdout
@@ -193,6 +194,7 @@ def test_the_load_and_the_power_of_a_gpu_are_shown_if_they_are_known(workshop, w
     assert " ".join(row.split()) == f"node1 GPU 0 900 of 32768{load}"
 
 
+@pytest.mark.promise("the view of a job shows nothing as current that has ended or died")
 def test_a_node_that_does_not_answer_has_no_load(workshop, watch):
     folder = add_log(workshop, LOG).parent.parent
     for node in ("node1", "node2", "node3"):

@@ -98,6 +98,7 @@ def numbers() -> dict:
     return json.loads(COMPUTE.NUMBERS.read_text())
 
 
+@pytest.mark.promise("What fits where shows the numbers of estimate_memory.py, also on the first page")
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())) or "defaults")
 def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, setting, monkeypatch):
     monkeypatch.chdir(REPOSITORY)  # the directory in which a user runs the copied command
@@ -252,6 +253,7 @@ def test_equal_methods_share_a_row_and_rows_can_be_sorted_by_what_fits(page, vis
         assert methods == sorted(methods, key=lambda row: ORDER_TO_TRY.index(row[0]))
 
 
+@pytest.mark.promise("What fits where shows the numbers of estimate_memory.py, also on the first page")
 def test_first_page_agrees_with_the_page_that_it_leads_to(page, visit):
     """Its controls work by keyboard, and its links carry the choice."""
     visit("gpus=1&batch=4", FIRST_PAGE)

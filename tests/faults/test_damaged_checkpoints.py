@@ -19,6 +19,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.promise("reliability 8")
 @pytest.mark.parametrize(
     ("damage", "flags", "how"), [("truncated file", (), {}), ("no marker", (), {}), ("truncated shard", ZERO2, PAIR)]
 )
@@ -31,6 +32,7 @@ def test_a_damaged_checkpoint_is_skipped(bench: Bench, damage, flags, how):
     assert same_training(again, bench.reference(*flags, *KEPT, **how))
 
 
+@pytest.mark.promise("reliability 8")
 def test_a_damaged_checkpoint_named_by_the_user_ends_the_run(bench: Bench):
     output = bench.trained(*KEPT).output
     DAMAGES["truncated file"](output / "checkpoint-4")
@@ -43,6 +45,7 @@ def test_a_completed_training_has_no_step_left(bench: Bench):
     assert "step 4 was the last one, nothing is left to train" in ended.out, ended
 
 
+@pytest.mark.promise("reliability 7")
 def test_another_training_does_not_resume_from_it(bench: Bench):
     """tests/unit/test_checkpoints.py tests other settings that must not differ."""
     bench.trained(*KEPT)
@@ -68,6 +71,7 @@ marker["files"][name] = (folder / name).stat().st_size
 ZERO = ("--deepspeed", "ds_configs/zero1.json")
 
 
+@pytest.mark.promise("Security: checkpoints are data")
 @pytest.mark.parametrize(
     ("name", "flags"),
     [("optimizer.pt", ()), pytest.param("global_step4/mp_rank_00_model_states.pt", ZERO, marks=TEST_FAULTS_ONLY)],

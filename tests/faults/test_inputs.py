@@ -50,6 +50,7 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
 # fmt: on
 
 
+@pytest.mark.promise("reliability 15")
 @pytest.mark.parametrize(("line", "words", "options"), REFUSED.values(), ids=REFUSED)
 def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, words, options):
     files = options.get("files", {})
@@ -91,6 +92,7 @@ def test_a_machine_without_a_compiler_is_one_error_line(bench: Bench):
     bench.refuses(line, "--torch_compile", code=3, launcher="python", **none)
 
 
+@pytest.mark.promise("no compiler for DeepSpeed")
 def test_the_workshops_deepspeed_configs_need_no_compiler(bench: Bench, tmp_path):
     """DeepSpeed must not even call the compiler to check its extensions."""
     compiler = program(tmp_path / "bin", "c++", f"touch '{tmp_path}/asked'; exit 1")
@@ -98,6 +100,7 @@ def test_the_workshops_deepspeed_configs_need_no_compiler(bench: Bench, tmp_path
     assert not (tmp_path / "asked").exists()
 
 
+@pytest.mark.promise("no compiler for DeepSpeed")
 def test_deepspeed_compiles_its_optimizer_without_torch_adam(bench: Bench, tmp_path):
     """DeepSpeed finds ninja in the environment's bin, even if the environment is not active. The compiler is a stub."""
     content = json.loads((REPOSITORY / "ds_configs/zero1.json").read_text())
@@ -128,6 +131,7 @@ def update_json(path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+@pytest.mark.promise("model folders run no code")
 def test_code_of_a_known_model_is_not_run(bench: Bench):
     """The configs of model and tokenizer name code, although transformers has a class for both."""
     folder = bench.trained().output.rename(bench.folder / "mine")

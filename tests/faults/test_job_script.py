@@ -87,6 +87,7 @@ def test_a_signal_to_the_job_script_saves_a_checkpoint(bench: Bench, number, sen
     assert not living_commands(bench, "code.py")
 
 
+@pytest.mark.promise("reliability 11")
 def test_nothing_outlives_a_killed_script(bench: Bench):
     started = wait_until_training(start(bench, "signal.pause()"))
     os.kill(started.pids[0], signal.SIGKILL)
@@ -105,6 +106,7 @@ def test_a_closed_pipe_does_not_end_a_job(bench: Bench):
     assert "line 1999" in log(ended)
 
 
+@pytest.mark.promise("reliability 14")
 def test_loggers_that_fail_are_reported(bench: Bench):
     for name in ("psrecord", "nvidia-smi"):
         program(bench.folder / "bin", name, "exit 1")
@@ -131,6 +133,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.promise("reliability 15")
 @pytest.mark.parametrize(("line", "options"), REFUSED.values(), ids=REFUSED)
 def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, options):
     outside = bench.folder / "precious"
@@ -151,6 +154,7 @@ def test_a_missing_folder_for_records_is_one_error_line(bench: Bench):
 IDS = {"JOB_ID": {}, "an allocation": {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1}}
 
 
+@pytest.mark.promise("reliability 10")
 @pytest.mark.parametrize("variables", IDS.values(), ids=IDS)
 def test_two_jobs_with_one_id(bench: Bench, variables):
     first = start(bench, UNTIL_GO, **variables)
@@ -163,6 +167,7 @@ def test_two_jobs_with_one_id(bench: Bench, variables):
     check_end(first.wait(), 0, "completed")
 
 
+@pytest.mark.promise("reliability 9")
 def test_a_thawed_attempt_changes_nothing_of_the_next_one(bench: Bench):
     """The nodes of the first attempt hang, and Slurm restarts the job on other nodes. Then the first nodes continue."""
     variables = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "REQUEUE": 1}

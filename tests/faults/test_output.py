@@ -33,6 +33,7 @@ ANOTHER_JOB = "JOB_ID: job 7 is running and has locked results/.7/.lock; give an
 ANOTHER_FOLDER = "--output_dir: job 7 is running and has locked output/7/.lock; give another --output_dir, or wait ..."
 
 
+@pytest.mark.promise("reliability 10")
 def test_two_runs_do_not_write_the_same_files(bench: Bench):
     """The second run is also refused if it would resume from a checkpoint of the first run."""
     bench.run(script=bench.patched(patch_call(STEP, 3)), code=-signal.SIGKILL)
@@ -47,6 +48,7 @@ def test_two_runs_do_not_write_the_same_files(bench: Bench):
     assert not list(bench.folder.rglob(".lock"))
 
 
+@pytest.mark.promise("reliability 10")
 def test_a_later_attempt_takes_the_locks_of_a_frozen_process_over(bench: Bench):
     first = start_and_pause(bench)
     os.kill(first.pids[0], signal.SIGSTOP)
@@ -56,6 +58,7 @@ def test_a_later_attempt_takes_the_locks_of_a_frozen_process_over(bench: Bench):
     first.kill()
 
 
+@pytest.mark.promise("reliability 13")
 def test_a_full_disk_is_found_before_the_model_is_loaded(bench: Bench):
     with bench.small_disk("output", 2**16):
         ended = bench.run(code=3)
@@ -73,6 +76,7 @@ FILL = """
                 pass"""
 
 
+@pytest.mark.promise("reliability 13")
 def test_a_disk_that_fills_up_during_a_save(bench: Bench):
     """The error names the incomplete checkpoint, and the run can resume from the previous one."""
     with bench.small_disk("output", 40 * 2**20):
@@ -94,6 +98,7 @@ def test_a_folder_may_have_any_name(bench: Bench):
 LOGS = {"full": {"stdout": "/dev/full", "stderr": "/dev/full"}, "head": {"script": "bash"}}
 
 
+@pytest.mark.promise("reliability 14")
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_on_a_full_disk_does_not_end_the_training(bench: Bench, name):
     line = f"set -o pipefail; {shlex.quote(sys.executable)} scripts/train.py | head -1"

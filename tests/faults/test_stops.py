@@ -53,6 +53,7 @@ IN_MAKE_TEST = (
 )
 
 
+@pytest.mark.promise("reliability 4")
 @pytest.mark.parametrize(
     "when", [pytest.param(each, marks=[] if each in IN_MAKE_TEST else TEST_FAULTS_ONLY) for each in KILLED]
 )
@@ -112,6 +113,7 @@ STOP_CASES = [pytest.param(*row, id=when) for when, row in STOPPED.items()]
 STOP_CASES += [pytest.param(*row, id=when, marks=TEST_FAULTS_ONLY) for when, row in MORE_STOPPED.items()]
 
 
+@pytest.mark.promise("reliability 1", "reliability 2", "reliability 5", "reliability 6")
 @pytest.mark.parametrize(("patch", "step"), STOP_CASES)
 def test_a_stopped_run_resumes_exactly(bench: Bench, patch, step):
     reference = bench.reference(*KEPT)
@@ -122,6 +124,7 @@ def test_a_stopped_run_resumes_exactly(bench: Bench, patch, step):
     assert (again.record["attempt"], again.record["restarts"][0]["step"]) == (2, step)
 
 
+@pytest.mark.promise("reliability 5", "reliability 6")
 def test_a_run_that_is_requeued_twice_resumes_exactly(bench: Bench):
     run_until_stop(bench, signal_patch(STEP, 1, signal.SIGTERM), 1)
     run_until_stop(bench, signal_patch(STEP, 2, signal.SIGTERM), 3, SLURM_RESTART_COUNT=1)
@@ -131,6 +134,7 @@ def test_a_run_that_is_requeued_twice_resumes_exactly(bench: Bench):
     assert again.record["train"]["steps"] == 4
 
 
+@pytest.mark.promise("reliability 3")
 def test_run_stopped_before_the_first_step(bench: Bench):
     """The run ends at once, because it has nothing to save."""
     ended = bench.run(script=bench.patched(signal_patch("train.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
@@ -138,6 +142,7 @@ def test_run_stopped_before_the_first_step(bench: Bench):
     assert bench.run().record["status"] == "completed"
 
 
+@pytest.mark.promise("reliability 3")
 def test_run_stopped_while_it_generates_answers(bench: Bench):
     script = bench.patched(signal_patch("training.exact_match.answer_questions", 1, signal.SIGTERM))
     ended = bench.run(*KEPT, script=script, code=143, EM_F1=True)
@@ -148,6 +153,7 @@ def test_run_stopped_while_it_generates_answers(bench: Bench):
     assert again.record["f1"] == reference.record["f1"]
 
 
+@pytest.mark.promise("Tensor parallelism: the same losses, also in fp16; what it refuses; a stop")
 def test_tensor_parallel_run_stops_at_once_and_saves_nothing(bench: Bench):
     sizes = ("--vocab_size", 1024, "--hidden_size", 32, "--num_heads", 2, "--ff_dim", 64)
     cut = ("--model_name", "custom-gpt", *sizes, "--tensor_parallel", 2, "--save_strategy", "no")
@@ -157,6 +163,7 @@ def test_tensor_parallel_run_stops_at_once_and_saves_nothing(bench: Bench):
     assert not ended.output.exists()
 
 
+@pytest.mark.promise("reliability 3")
 def test_a_second_ctrl_c_ends_at_once(bench: Bench):
     patch = signal_patch(STEP, 3, signal.SIGINT, signal.SIGINT, then=PAUSE)
     ended = bench.run(script=bench.patched(patch), code=-signal.SIGINT)
@@ -191,6 +198,7 @@ FP16 = (REPOSITORY / "tests/integration/fp16_on_cpu.py").read_text().removesuffi
 FP16 += f"torch.amp.GradScaler.__init__.__defaults__ = ('cuda', {FIRST_SCALE}, 2.0, 0.5, 2, True)\n"
 
 
+@pytest.mark.promise("reliability 1", "reliability 2")
 @pytest.mark.parametrize("method", ["DDP", "FSDP", *DEEPSPEED])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(bench: Bench, method):
     how = PAIR | {"NUM_EPOCHS": 3}
@@ -200,6 +208,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(bench: Bench, method):
     assert same_training(again, bench.reference(*flags, *KEPT, **how))
 
 
+@pytest.mark.promise("reliability 5", "reliability 6")
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=TEST_FAULTS_ONLY), "FSDP", *DEEPSPEED])
 def test_fp16_resumes_with_its_loss_scale(bench: Bench, method):
     how = PAIR | {"NUM_EPOCHS": 3}
@@ -215,6 +224,7 @@ def test_fp16_resumes_with_its_loss_scale(bench: Bench, method):
         assert scales[0] == scales[1] > FIRST_SCALE
 
 
+@pytest.mark.promise("reliability 4")
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=TEST_FAULTS_ONLY), "FSDP", *DEEPSPEED])
 def test_all_ranks_skip_a_checkpoint_that_is_not_marked(bench: Bench, method):
     flags = METHODS[method]
@@ -229,6 +239,7 @@ def test_all_ranks_skip_a_checkpoint_that_is_not_marked(bench: Bench, method):
 QUICK = ("DDP", "FSDP", "ZeRO-2")
 
 
+@pytest.mark.promise("reliability 7")
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[] if name in QUICK else TEST_FAULTS_ONLY) for name in METHODS]
 )
@@ -244,6 +255,7 @@ def test_more_epochs_continue_with_the_rates_of_the_new_schedule(bench: Bench, m
 # Errors of the training itself
 
 
+@pytest.mark.promise("reliability 12")
 def test_an_evaluation_loss_that_is_not_finite_ends_the_run(bench: Bench):
     """tests/integration/test_silent_faults.py tests the losses of the training."""
     ended = bench.run("--learning_rate", "1e20", "--logging_steps", 1, code=1, NUM_EPOCHS=8, BATCH_SIZE=4)
@@ -263,6 +275,7 @@ transformers.Trainer.training_step = training_step
 """
 
 
+@pytest.mark.promise("reliability 12")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_one_loss_that_is_not_finite_is_logged_and_left_out_of_the_mean(bench: Bench, stopped):
     how = {"BATCH_SIZE": 1, "GRAD_ACC": 2}

@@ -55,6 +55,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.promise("what was asked for is what runs")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_run_that_differs_from_the_request_is_stopped(train, name: str):
     flags, patch, error = BROKEN[name]

@@ -32,6 +32,7 @@ def demo(bench: Bench, place, **options: object) -> Finished:
     return bench.run(script="scripts/demo.py", launcher="python", cwd=place, **NO_KNOBS | SHORT | options)
 
 
+@pytest.mark.promise("make demo: equal losses, what each rank held, 8 memorised questions")
 def test_four_methods_have_equal_losses_and_show_memory_per_rank(bench, place):
     """The demo must hide the stub for one GPU (tests/gpu_stub), because its ranks would need two GPUs."""
     one_gpu = {"STUB_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stub")}

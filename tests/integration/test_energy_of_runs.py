@@ -23,6 +23,7 @@ def mean_power(record: dict) -> float:
     return energy["steady_joules_sum"] / seconds / len(energy["steady_joules"])
 
 
+@pytest.mark.promise("energy adds up over stops, and is empty with a reason where it cannot be known")
 def test_a_stopped_and_resumed_job_adds_up_its_energy(train):
     stopped = train("energy", *STEPS, patch=STUB + STOP_IN_STEP_9, code=75, **RUN).record
     finished = train("energy", *STEPS, patch=STUB, **RUN).record

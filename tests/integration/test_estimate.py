@@ -17,6 +17,7 @@ from shared.units import MIB
 STATES = ("parameters", "gradients", "optimizer state")
 
 
+@pytest.mark.promise("held memory, and the peak of a step, match the estimate")
 @uses(*HELD)
 def test_model_states_match_the_estimate(run: Finished, monkeypatch):
     """The bytes match within 5 % on every rank, and the record predicts the same values as the command line."""
@@ -50,6 +51,7 @@ def test_model_states_match_the_estimate(run: Finished, monkeypatch):
     assert predicted_memory(run.record)[:2] == (None, pytest.approx(node_without))
 
 
+@pytest.mark.promise("held memory, and the peak of a step, match the estimate")
 @pytest.mark.parametrize(
     "name",
     [

@@ -74,6 +74,7 @@ def test_zero3_and_evaluate_score_an_uneven_number_of_questions(train, workplace
     assert evaluate(trained, "evaluated_by_2", ranks=2, **settings) == recorded
 
 
+@pytest.mark.promise("Tensor parallelism: the same losses, also in fp16; what it refuses; a stop")
 def test_tensor_parallel_qwen_generates_the_answers_of_one_rank(train, workplace, evaluate):
     """The model comes from a local folder: each rank loads all of it before tensor parallelism shards it."""
     settings = first_questions(workplace, 7) | {"LABELS": "answer", "EM_F1_BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
@@ -87,6 +88,7 @@ def test_tensor_parallel_qwen_generates_the_answers_of_one_rank(train, workplace
     assert evaluate(trained, "tp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
 
 
+@pytest.mark.promise("LoRA: the saved model is merged; a checkpoint resumes exactly")
 def test_the_merged_model_of_lora_has_the_scores_of_base_and_adapters(train, workplace, overfitted, evaluate):
     """The adapters learn other questions, so the model forgets some of the 16 answers that it knew."""
     known, others = first_questions(workplace, 16), first_questions(workplace, 7, start=16)
@@ -102,6 +104,7 @@ def test_the_merged_model_of_lora_has_the_scores_of_base_and_adapters(train, wor
 # ask.py and --show
 
 
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
 def test_a_question_to_the_saved_model(train, workplace, overfitted):
     path = workplace / "16_questions_from_0.json"
     paragraph = json.loads(path.read_text())["data"][0]["paragraphs"][3]
@@ -161,6 +164,7 @@ def knows_all(train, workplace) -> Finished:
     return train("knows_all", *words, **by_heart)
 
 
+@pytest.mark.promise("EM and F1 measure the model, whatever its folder and the length of its answers")
 def test_a_model_that_knows_long_answers_scores_100(knows_all, train, workplace, evaluate):
     assert (knows_all.record["exact_match"], knows_all.record["f1"]) == (100, 100), knows_all
     assert knows_all.record["unfair_questions"] == {}

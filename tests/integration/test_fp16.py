@@ -35,6 +35,7 @@ def test_fp16_losses_match_the_plain_trainer(run: Finished, table):
     assert norms(run) == pytest.approx(norms(expected), rel=0.2 if stage_0 else NORM_TOLERANCE), run
 
 
+@pytest.mark.promise("Tensor parallelism: the same losses, also in fp16; what it refuses; a stop")
 @uses("fp16_tp2", pytest.param("fp16_tp2_fsdp2", marks=pytest.mark.faults))
 def test_fp16_tensor_parallel_losses_match_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"

@@ -21,12 +21,14 @@ def on_gpu_machine(train):
     return run
 
 
+@pytest.mark.promise("a machine with one GPU, or with a driver that is too old, is a normal machine")
 def test_a_gpu_with_too_old_a_driver_is_not_used(on_gpu_machine):
     """The import of DeepSpeed makes torch.cuda count the GPU that the driver lists."""
     finished = on_gpu_machine("old_driver", "old_driver", "--deepspeed", "ds_configs/zero1.json")
     assert finished.record["hardware"]["gpus"] == 0
 
 
+@pytest.mark.promise("a machine with one GPU, or with a driver that is too old, is a normal machine")
 def test_two_ranks_on_one_gpu_get_an_error_that_names_use_cpu(on_gpu_machine):
     finished = on_gpu_machine("one", "second_rank", FP16="", LOCAL_RANK=1, code=3)
     (line,) = finished.error_lines

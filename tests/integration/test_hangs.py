@@ -10,6 +10,8 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from helpers import Finished, free_port
 from workbench import Bench
 
@@ -46,6 +48,7 @@ def watchdog_folders(folder: Path) -> set[Path]:
     return set(folder.glob("results/.ranks_*"))
 
 
+@pytest.mark.promise("reliability 12")
 def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
     before = watchdog_folders(bench.folder)
     variables = {"JOB_ID": "hang", "BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
@@ -92,6 +95,7 @@ def flight_records(run: Finished) -> dict[str, list[dict]]:
     return {path.stem: json.loads(path.read_text())["entries"] for path in sorted(folder.glob("rank_*.json"))}
 
 
+@pytest.mark.promise("when a run hangs, each rank that still runs leaves its last collectives")
 def test_two_ranks_that_wait_in_different_collectives_leave_their_flight_records(train):
     variables = {"BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
     run = train("differ", patch=WAIT_IN_TWO_COLLECTIVES, ranks=2, code=3, **variables)
@@ -123,6 +127,7 @@ def test_a_gpu_driver_that_does_not_answer_cannot_keep_a_process(bench: Bench):
     bench.run(script=bench.write("blocked.py", BLOCKED_DRIVER), code=-signal.SIGALRM, **world)
 
 
+@pytest.mark.promise("reliability 12")
 def test_rank_0_names_the_rank_that_is_missing(train):
     world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
@@ -130,6 +135,7 @@ def test_rank_0_names_the_rank_that_is_missing(train):
     assert error_line(run) == "error: rendezvous: rank 1 did not join within 2 s; check that node, or exclude it"
 
 
+@pytest.mark.promise("reliability 12")
 def test_a_shell_of_srun_pty_names_missing_ranks_and_obeys_ctrl_c(bench: Bench):
     """Plain python in the shell of `srun --pty -n 4 bash` is one process, but Slurm's variables announce four."""
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}

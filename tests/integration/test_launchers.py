@@ -16,6 +16,7 @@ from training.profiling import PHASES, PROFILED_STEPS
 from workbench import Bench
 
 
+@pytest.mark.promise("commands work as printed")
 @uses(PYTHON, TORCHRUN)
 def test_documented_commands_work_as_printed(run: Finished):
     python, torchrun = (LAUNCHERS[name](1)[0] for name in ("python", "torchrun"))

@@ -68,6 +68,7 @@ def equal_losses(run: Finished, expected: Finished, tolerance: float) -> None:
     assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, rel=tolerance)
 
 
+@pytest.mark.promise("LoRA: the same losses under every method, and the bytes of the formula")
 @uses(*chosen(LORA | MORE_LORA | LORA_COMPILED | LORA_BF16 | LORA_FP16))
 def test_every_strategy_has_the_losses_of_the_plain_trainer(run: Finished, table):
     _, precision = parts(run)
@@ -97,6 +98,7 @@ def knob(run: Finished, name: str) -> tuple[str, str]:
     return entry["requested"], entry["effective"]
 
 
+@pytest.mark.promise("LoRA: the same losses under every method, and the bytes of the formula")
 @uses(*chosen(LORA | LORA_BF16))
 def test_audit_and_record_show_what_is_trained(run: Finished):
     strategy, precision = parts(run)
@@ -133,6 +135,7 @@ def held_by_formula(strategy: str, size: int) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
 
 
+@pytest.mark.promise("LoRA: the same losses under every method, and the bytes of the formula")
 @uses(*chosen(STRATEGIES_OF_LORA))
 def test_each_rank_holds_the_bytes_of_the_formula(run: Finished):
     strategy, precision = parts(run)
@@ -170,12 +173,14 @@ def check_merged(run: Finished, base: Finished) -> None:
     assert 2 * merged == sum(name.endswith(("lora_a", "lora_b")) for name in last)
 
 
+@pytest.mark.promise("LoRA: the saved model is merged; a checkpoint resumes exactly")
 @uses(*chosen(STRATEGIES_OF_LORA))
 def test_saved_weights_are_the_base_plus_the_adapters_in_fp32(run: Finished, table):
     check_merged(run, table("plain"))
     assert json.loads((run.output / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.promise("LoRA: the saved model is merged; a checkpoint resumes exactly")
 @uses(*chosen(["lora_plain", "lora_zero3", "lora_full_shard", "lora_bf16_zero3"]))
 def test_saved_model_has_the_last_eval_loss(run: Finished):
     model, loading = AutoModelForCausalLM.from_pretrained(run.output, dtype="auto", output_loading_info=True)
@@ -188,6 +193,7 @@ def test_saved_model_has_the_last_eval_loss(run: Finished):
     assert loss == pytest.approx(run.losses[-1], abs=tolerance), run
 
 
+@pytest.mark.promise("LoRA: the saved model is merged; a checkpoint resumes exactly")
 @pytest.mark.parametrize(
     ("script", "name", "words"),
     [
@@ -218,6 +224,7 @@ RESUMED = [f"lora_{name}" for name in ("plain", "ddp", "zero2", "zero3", "full_s
 ALL_RESUMED = [*STRATEGIES_OF_LORA, "lora_shard_grad_op", "lora_chunked_full_shard"]
 
 
+@pytest.mark.promise("LoRA: the saved model is merged; a checkpoint resumes exactly")
 @pytest.mark.parametrize("name", chosen(ALL_RESUMED, in_make_test=RESUMED))
 def test_a_stopped_run_resumes_exactly_from_its_checkpoint_alone(train, table, workplace, name: str):
     """The checkpoint holds the frozen weights, too: when the run resumes, its base contains only zeros."""

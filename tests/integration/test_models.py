@@ -1,5 +1,6 @@
 """Tests of models other than tiny-bloom: a Llama without a pad token, and the custom GPT."""
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -27,6 +28,7 @@ def small_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens)
 
 
+@pytest.mark.promise("any causal language model, any SQuAD file")
 def test_llama_without_a_pad_token(train, workplace):
     tokenizer = small_tokenizer(bos_token="<s>", eos_token="</s>")
     assert tokenizer.pad_token is None

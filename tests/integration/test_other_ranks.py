@@ -133,6 +133,7 @@ def weights_differ_by(run: Finished, expected: Finished) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+@pytest.mark.promise("other ranks, and other layouts of FSDP2: what agrees, and what is refused")
 @pytest.mark.parametrize(
     "change", [*CHANGES, *(pytest.param(each, marks=pytest.mark.faults) for each in MORE)], ids=str
 )
@@ -157,6 +158,7 @@ def test_a_run_resumes_on_other_ranks_within_rounding(change: Change, start, und
         assert (resumed.output / "model.safetensors").stat().st_size > 4 * resumed.record["parameters"]
 
 
+@pytest.mark.promise("other ranks, and other layouts of FSDP2: what agrees, and what is refused")
 @pytest.mark.parametrize(
     ("saved", "resumed", "ranks", "options", "message"),
     [

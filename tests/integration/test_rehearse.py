@@ -71,6 +71,7 @@ def check_bytes_sent(found: Any, settings: Settings, tolerance: float = 0.01) ->
     assert large == pytest.approx({group: size for group, size in estimated.items() if size}, rel=tolerance)
 
 
+@pytest.mark.promise("a rehearsal holds and sends what the estimates predict, on 8, 64 and 512 ranks")
 @pytest.mark.parametrize(("method", "gpus"), CASES)
 def test_memory_and_traffic_of_rank_0_match_the_formulas(method, gpus):
     settings = plan(*METHODS[method], "--gpus", gpus, "--nodes", gpus // 4)
@@ -135,6 +136,7 @@ def test_a_rehearsal_of_zero_3_does_not_change_later_estimates():
     assert torch.nn.functional.linear is torch._C._nn.linear
 
 
+@pytest.mark.promise("a rehearsal holds and sends what the estimates predict, on 8, 64 and 512 ranks")
 @pytest.mark.parametrize("strategy", ["DDP", "FULL_SHARD", "TP 2 x FSDP 2"])
 def test_rehearsed_collectives_match_real_trainings(strategy, tmp_path):
     """benchmarks/communication.py has counted the collectives of real training runs over gloo."""

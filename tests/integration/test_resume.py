@@ -43,6 +43,7 @@ def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(train, wor
     assert tokens(resumed) == tokens(expected)
 
 
+@pytest.mark.promise("reliability 5", "reliability 6")
 def test_a_run_without_padding_resumes_with_the_same_order_on_any_rank_count(train):
     """A run that resumes in the middle of the second epoch trains on the rest of that epoch's questions."""
     settings = {"ATTENTION": "sdpa", "PADDING": "none", "LOSS": "chunked", "GRAD_ACC": 1}

@@ -23,6 +23,7 @@ CheckpointCallback.on_save = on_save
 TRACKER = "wandb" if importlib.util.find_spec("wandb") else "none"
 
 
+@pytest.mark.promise("no secret in any file")
 def test_no_file_of_a_run_that_fails_holds_a_secret(server, tmp_path):
     bench = Bench(server, tmp_path / "work", TINY)
     folder = bench.folder

@@ -68,6 +68,7 @@ def rows(*rows: tuple[str, ...], in_make_test: tuple[tuple[str, ...], ...]) -> l
     return [pytest.param(*row, marks=marks[row], id=" ".join(row)) for row in rows]
 
 
+@pytest.mark.promise("reliability 12")
 @pytest.mark.parametrize(
     ("fault", "method"),
     rows(
@@ -115,6 +116,7 @@ WEIGHT = "transformer.h.0.mlp.dense_4h_to_h.weight"
 LORA = ("--lora_rank", "8", "--learning_rate", "1e-2")
 
 
+@pytest.mark.promise("reliability 16")
 @pytest.mark.parametrize(
     ("method", "ranks", "named"),
     [

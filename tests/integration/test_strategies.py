@@ -48,11 +48,13 @@ def same_losses(run: Finished, expected: Finished) -> None:
     assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, abs=10 * TOLERANCE)
 
 
+@pytest.mark.promise("README: the same losses")
 @uses(*STRATEGIES)
 def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table):
     same_losses(run, table("plain"))
 
 
+@pytest.mark.promise("ATTENTION=sdpa does not change the training")
 @uses(*SDPA)
 def test_sdpa_has_the_losses_of_eager_attention(run: Finished, table):
     assert (run.effective("attention"), table("plain").effective("attention")) == ("sdpa", "eager")
@@ -66,6 +68,7 @@ def test_chunked_loss_has_the_losses_of_full_logits(run: Finished, table):
     same_losses(run, table("plain"))
 
 
+@pytest.mark.promise("README: the same losses")
 @uses(*CUSTOM)
 def test_the_custom_gpt_trains_as_bloom_does(run: Finished, table):
     same_losses(run, table("gpt_plain"))
@@ -74,6 +77,7 @@ def test_the_custom_gpt_trains_as_bloom_does(run: Finished, table):
         assert (run.effective("FSDP units"), run.effective("local parameter share")) == ("2 blocks", 0.5)
 
 
+@pytest.mark.promise("Tensor parallelism: the same losses, also in fp16; what it refuses; a stop")
 @uses(*TENSOR_PARALLEL)
 def test_tensor_parallelism_has_the_losses_of_one_rank(run: Finished, table):
     same_losses(run, table("gpt_plain"))
@@ -128,6 +132,7 @@ def test_bf16(run: Finished, table):
 # 1. The audit
 
 
+@pytest.mark.promise("what was asked for is what runs")
 @uses(*CONFIGS, PYTHON)
 def test_deepspeed_runs_what_its_config_says(run: Finished):
     config = "zero1" if run.job_id == PYTHON else run.job_id
@@ -204,6 +209,7 @@ def test_audit_shows_batch_and_steps(run: Finished):
 # 2. The saved model and checkpoints
 
 
+@pytest.mark.promise("saved models give the loss they were saved with")
 @uses(*STRATEGIES, *CUSTOM, *TENSOR_PARALLEL)
 def test_saved_model_is_complete_and_has_the_last_eval_loss(run: Finished):
     model, info = AutoModelForCausalLM.from_pretrained(run.output, dtype=torch.float32, output_loading_info=True)

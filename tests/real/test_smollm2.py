@@ -62,6 +62,7 @@ def before(tmp_path_factory) -> float:
     return float(re.search(r"^exact_match (\S+)", untrained, re.MULTILINE)[1])
 
 
+@pytest.mark.promise("a pretrained model learns real questions")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pretrained_model_learns_to_answer(method, before, tmp_path, capsys):
     knobs = METHODS[method]

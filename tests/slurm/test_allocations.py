@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.promise("a job uses the nodes and GPUs that Slurm allocated")
 def test_jobs_use_their_allocation(printing_lab):
     """One test, because the jobs run at the same time."""
     jobs = [printing_lab.submit(experiment, sbatch=(flag,), SITE=None) for experiment, flag, *_ in CASES]

@@ -57,6 +57,7 @@ def ended(large_lab, request):
     pool.shutdown()
 
 
+@pytest.mark.promise("each experiment completes")
 @pytest.mark.parametrize("script", EXPERIMENT_SCRIPTS, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
 def test_experiment(script: Path, ended):
     if "TORCH_COMPILE" in script.read_text() and not shutil.which("g++"):

@@ -53,6 +53,7 @@ def srun(lab) -> Job:
     return lab.submit("deepspeed-native-launch/zero3_offload", *flags, sbatch=("--nodes=2",), **knobs).wait()
 
 
+@pytest.mark.promise("what a job leaves")
 def test_a_job_of_python_leaves_record_logs_and_summary(one_gpu):
     check_completed(one_gpu, nodes=1, gpus=1)
     assert {path.split("/")[0] for path in one_gpu.files()} == {"log", "gpu_memory", "cpu_memory", "results", "output"}
@@ -67,6 +68,7 @@ def test_a_snapshot_runs_the_code_of_its_submission(one_gpu):
     assert one_gpu.record["git"] == {"commit": submitted, "dirty": False}
 
 
+@pytest.mark.promise("records and logs are text")
 def test_shell_characters_in_names_execute_nothing(one_gpu):
     assert one_gpu.log_path.name == f"{BAD_NAME}_{one_gpu.job_id}.out"
     assert one_gpu.record["run_name"] == BAD_NAME
@@ -92,6 +94,7 @@ def test_a_job_of_bare_srun_leaves_record_logs_and_summary(srun):
     assert "Parameter offloading: True" in srun.log
 
 
+@pytest.mark.promise("each knob is shown with its source")
 def test_values_at_submission_override_the_defaults(srun):
     """A flag overrides a variable, which overrides the site, then the experiment, then the default."""
     settings = srun.record["settings"]
@@ -142,6 +145,7 @@ def killed_and_cancelled(lab) -> tuple[Job, Job]:
     return killed, cancelled
 
 
+@pytest.mark.promise("reliability 11")
 def test_a_killed_rank_ends_its_job_on_all_nodes(killed_and_cancelled):
     job, _ = killed_and_cancelled
     assert (job.state, job.code) == ("FAILED", 128 + signal.SIGKILL), str(job)
@@ -213,6 +217,7 @@ def test_submit_skips_impossible_jobs_and_warns_about_delayed_ones(lab):
     run_command(["scancel", later.stdout.split()[0]], env=lab.cluster.env)
 
 
+@pytest.mark.promise("the class at a glance shows each state and each failure")
 def test_the_class_shows_waiting_and_running_jobs(lab, cluster, tmp_path):
     """The held job has no file, so only Slurm's queue knows it."""
     jobs = [lab.submit("baseline", **LONG | ENDLESS), lab.submit("ddp/1_gpus", sbatch=("--hold",), **LONG)]

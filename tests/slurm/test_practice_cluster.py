@@ -91,6 +91,7 @@ def user() -> Iterator[User]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.promise("a cluster of your own: started by an ordinary user, a node that fails, nothing left")
 def test_an_ordinary_user_practises_and_leaves_nothing(user):
     started = user.cluster("start")
     if "does not permit namespaces" in started.stderr:
@@ -132,6 +133,7 @@ def test_an_ordinary_user_practises_and_leaves_nothing(user):
     assert int(user.shell("sbatch --parsable --wrap=true")) > int(last)
 
 
+@pytest.mark.promise("a cluster of your own: started by an ordinary user, a node that fails, nothing left")
 def test_with_sudo_only_the_daemons_belong_to_root(user):
     assert user.cluster("start", sudo=True).returncode == 0
     shown = user.cluster("shell", "id -un; sbatch --parsable --output=out --wrap='id -un'", sudo=True).stdout.split()

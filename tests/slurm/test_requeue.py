@@ -135,6 +135,7 @@ def check_equal(job: Job, expected: Job) -> None:
         assert job.record["train"][name] == expected.record["train"][name], name
 
 
+@pytest.mark.promise("reliability 9")
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(each, marks=pytest.mark.faults) for each in MORE)], ids=str)
 def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
     experiment, flags, knobs = TRAININGS[case.name]
@@ -144,6 +145,7 @@ def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
         check_equal(job, undisturbed(case.name))
 
 
+@pytest.mark.promise("reliability 9")
 @pytest.mark.parametrize("range_given", [True, pytest.param(False, marks=pytest.mark.faults)])
 def test_a_job_continues_on_the_node_that_is_left(range_given, editable_lab, undisturbed):
     """One of two nodes crashes and stays down. docs/reliability.md has the same two ways to continue on one node.

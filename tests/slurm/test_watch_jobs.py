@@ -86,6 +86,7 @@ def test_without_an_id_the_newest_job_of_the_queue_is_shown(running, waiting):
     assert watch(running.lab).startswith(f"job {waiting.job_id} in experiments/baseline\nPENDING (JobHeldUser)\n")
 
 
+@pytest.mark.promise("watching a job neither stops it nor takes a step number")
 def test_ctrl_c_ends_the_view_and_not_the_job(running):
     terminal = Terminal(running.lab, running.job_id)
     terminal.until(lambda: terminal.read().count(REDRAWN) > 1)
@@ -99,6 +100,7 @@ def test_ctrl_c_ends_the_view_and_not_the_job(running):
     assert (running.scontrol["JobState"], "SIGINT" in running.log) == ("RUNNING", False)
 
 
+@pytest.mark.promise("watching a job neither stops it nor takes a step number")
 def test_watching_takes_no_step_number_of_the_job(running):
     """Slurm ends a step of a restarted job that has the number of an old step (prepare in run_job.py)."""
     watch(running.lab, "--once", running.job_id)
@@ -107,6 +109,7 @@ def test_watching_takes_no_step_number_of_the_job(running):
     assert run_command(command, cwd="/", env=running.lab.environment()).stdout.strip() == after_test_and_training
 
 
+@pytest.mark.promise("a running or waiting job shows what is known")
 def test_the_report_of_a_running_job_shows_what_is_known(running):
     done = report(running.lab, running.job_id)
     assert done.returncode == 0, done
@@ -120,6 +123,7 @@ def test_the_report_of_a_running_job_shows_what_is_known(running):
     assert {"Peak GPU memory (MiB)", "Peak CPU memory (MiB)"} <= set(rows), done.stdout
 
 
+@pytest.mark.promise("a running or waiting job shows what is known")
 def test_a_waiting_job_shows_its_reason(waiting):
     view = watch(waiting.lab, "--once", waiting.job_id)
     assert view == f"job {waiting.job_id} in experiments/baseline\nPENDING (JobHeldUser)\nlog        none yet\n"

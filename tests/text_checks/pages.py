@@ -15,7 +15,7 @@ FILE = r"`((?:scripts|experiments)/[\w/.-]+\.(?:py|sh|yaml)|(?:ds_configs|fsdp_c
 
 
 def findings() -> Iterator[str]:
-    return itertools.chain(files(), order(), quizzes())
+    return itertools.chain(files(), order(), quizzes(), promises())
 
 
 def files() -> Iterator[str]:
@@ -37,6 +37,17 @@ def order() -> Iterator[str]:
     for name, following in itertools.pairwise(pages):
         if not re.search(rf"^Next: \[.*\]\({following}\.md\)$", read(f"docs/{name}.md"), re.MULTILINE):
             yield f"docs/{name}.md: does not link to the next page; write Next: [...]({following}.md)"
+
+
+def promises() -> Iterator[str]:
+    """Check that each promise of docs/reliability.md has a test. `pytest --promises` lists them."""
+    tests = "".join(read(path) for path in REPOSITORY.glob("tests/*/test_*.py"))
+    for number in re.findall(
+        r"^(\d+)\. ", section_below(read("docs/reliability.md"), "What is promised"), re.MULTILINE
+    ):
+        if f'"reliability {number}"' not in tests:
+            mark = f'@pytest.mark.promise("reliability {number}")'
+            yield f"docs/reliability.md: promise {number} has no test; write {mark} before the test that keeps it"
 
 
 def quizzes() -> Iterator[str]:

@@ -111,6 +111,7 @@ def test_a_model_that_freezes_parameters_by_design_is_trained(settings):
     assert knobs["frozen weights"] == {"requested": "fp32", "effective": "fp32"}
 
 
+@pytest.mark.promise("LoRA: the same losses under every method, and the bytes of the formula")
 def test_a_base_that_is_not_frozen_in_the_precision_of_the_computation_ends_the_run(settings, refusal):
     """With LoRA, the audit compares the adapters and the frozen weights. Another error is a frozen adapter."""
     trainer = plain_trainer()

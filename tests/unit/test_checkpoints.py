@@ -71,6 +71,7 @@ def test_the_newest_complete_checkpoint_is_taken():
     assert find(None) is None
 
 
+@pytest.mark.promise("reliability 8")
 def test_a_neighbours_checkpoint_is_only_for_a_run_without_checkpoints(refusal):
     neighbour = checkpoint("output/6", 99)
     assert find(LATEST) == str(neighbour)
@@ -164,6 +165,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.promise("reliability 7")
 @pytest.mark.parametrize("words", CHANGED)
 def test_another_setting_ends_with_4_and_is_named(words, refusal):
     folder = save_marker()
@@ -190,6 +192,7 @@ def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
         assert message in refusal(check_same_training, str(path), bare | {"config": change}, code=4)
 
 
+@pytest.mark.promise("reliability 7")
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -238,6 +241,7 @@ def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
     assert keep_global_batch(settings, "output/7", "7", ranks=1) == settings
 
 
+@pytest.mark.promise("other ranks, and other layouts of FSDP2: what agrees, and what is refused")
 def test_effects_of_other_ranks_are_named():
     folder = save_marker(*TWO_RANKS, ranks=2, strategy="DDP")
     now = make_run(ranks=4, strategy="DDP")[1]

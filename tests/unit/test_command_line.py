@@ -52,6 +52,7 @@ def test_the_version_is_shown(capsys):
     assert capsys.readouterr().out == f"{workshop_version()}\n"
 
 
+@pytest.mark.promise("each knob is shown with its source")
 def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
     """job.sh passes the origin of each variable. A variable without an origin is shown as `variable`."""
     for variable, value in {"TRAIN_SIZE": "7", "EVAL_SIZE": "8", "LABELS": "answer", "DATASET": "my data.json"}.items():

@@ -43,6 +43,7 @@ def test_the_script_writes_the_runs_that_ship_with_the_page(tmp_path):
     assert written == shipped, "run python exercises/cost/write_runs.py and commit"
 
 
+@pytest.mark.promise("cost: its commands work, and the energy of its modelled runs follows from their logs")
 @pytest.mark.parametrize("run", RUNS)
 def test_the_energy_of_a_record_is_the_integral_of_its_log(run):
     found, curves = record(run), power(run)
@@ -62,6 +63,7 @@ def test_the_energy_of_a_record_is_the_integral_of_its_log(run):
     assert energy.mean_watts < found.hardware.gpu_power_limit_w
 
 
+@pytest.mark.promise("cost: its commands work, and the energy of its modelled runs follows from their logs")
 @pytest.mark.parametrize("run", RUNS)
 def test_each_file_says_that_no_gpu_was_measured(run):
     found = record(run)

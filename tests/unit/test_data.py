@@ -65,6 +65,7 @@ def read(path: str | Path, part: str = "all") -> list[dict]:
 # The bundled sample
 
 
+@pytest.mark.promise("any causal language model, any SQuAD file")
 def test_the_format_that_the_readme_shows_is_read(written):
     example = re.search(r"```json\n(.*?)```", README, re.DOTALL)[1]
     assert [q["answers"] for q in read(written(example))] == [["a fast network"], [UNANSWERABLE]]
@@ -158,6 +159,7 @@ def test_held_out_paragraphs_are_every_fifth_and_never_trained_on(sample):
     assert list(dict.fromkeys(q["context"] for q in held_out)) == contexts[4::5]
 
 
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
 def test_a_passage_in_several_paragraphs_is_either_trained_on_or_held_out(written):
     """Tables often have one row, and so one paragraph, per question."""
     rows = [{"context": f"{CONTEXT} {passage}", "qas": [question()]} for passage in range(5) for _ in range(3)]

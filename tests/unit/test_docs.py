@@ -39,6 +39,7 @@ def flag_errors(command: Command) -> Iterator[str]:
         yield f"{relative_name(command.page)}: `{shlex.join(command.words)}`: {error}"
 
 
+@pytest.mark.promise("commands work as printed")
 def test_each_command_of_a_page_has_flags_that_its_script_accepts(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     found = [line for command in commands() for line in flag_errors(command)]

@@ -71,6 +71,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.promise("energy adds up over stops, and is empty with a reason where it cannot be known")
 @pytest.mark.parametrize(("stub", "uuid", "reason"), UNKNOWN.values(), ids=UNKNOWN)
 def test_an_energy_that_nobody_can_know_is_empty_with_its_reason(stub, uuid, reason, gpu, monkeypatch):
     gpu.start(uuid, **stub)

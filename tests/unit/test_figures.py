@@ -22,6 +22,7 @@ def svg(name: str) -> str:
     return (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.promise("figures can be read, and follow from their scripts")
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_text_of_a_figure_is_large_enough(name):
     width = float(re.search(r'viewBox="0 0 (\S+) ', svg(name))[1])
@@ -79,6 +80,7 @@ def test_the_scripts_draw_each_figure(draw):
     assert sorted(draw.FIGURES) == FIGURES
 
 
+@pytest.mark.promise("figures can be read, and follow from their scripts")
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_follows_from_its_script_and_its_texts_do_not_overlap(draw, drawn_texts, tmp_path, name):
     figure = draw.FIGURES[name]()

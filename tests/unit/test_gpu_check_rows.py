@@ -92,6 +92,7 @@ def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     assert printed.count(": failed (") == 3
 
 
+@pytest.mark.promise("LoRA is compared with the same method that trains all weights")
 def test_a_row_fails_if_it_learns_nothing(run_script):
     untrained = record(7.6)
     code, printed = run_script({"plain": untrained, "lora": untrained, "lora_reloaded": untrained}, "plain", "lora")
@@ -99,6 +100,7 @@ def test_a_row_fails_if_it_learns_nothing(run_script):
     assert printed.count(": failed (Eval loss is 7.600, and 7.600 after one epoch), ") == 2
 
 
+@pytest.mark.promise("LoRA is compared with the same method that trains all weights")
 def test_rows_with_lora_are_compared_with_each_other(run_script):
     """LoRA trains other weights than the plain Trainer, so its losses are others. Its merged model has its loss."""
     records = {"plain": record(7.3), "lora": record(7.5), "lora_reloaded": record(7.51)}

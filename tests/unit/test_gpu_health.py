@@ -69,6 +69,7 @@ CRASH = "drain the node and tell the administrators: a run on this GPU may crash
 SLOW = "exclude the node and tell the administrators: runs on this GPU are slow"
 
 
+@pytest.mark.promise("preflight reports the health of each GPU")
 @pytest.mark.parametrize(
     ("changes", "state", "found"),
     [

@@ -41,6 +41,7 @@ GPU_LOGS = {  # content, samples of GPU 0, numbers of the lines without a sample
 }
 
 
+@pytest.mark.promise("the documents' one-liners work on GPU logs of five and of seven columns")
 @pytest.mark.parametrize(("text", "samples", "lines"), GPU_LOGS.values(), ids=GPU_LOGS)
 def test_gpu_log(tmp_path, text, samples, lines):
     path = tmp_path / "gpu.csv"
@@ -63,6 +64,7 @@ POWER = {  # content, known power of GPU 0
 }  # fmt: skip
 
 
+@pytest.mark.promise("the documents' one-liners work on GPU logs of five and of seven columns")
 @pytest.mark.parametrize(("text", "power"), POWER.values(), ids=POWER)
 def test_power_is_missing_only_where_it_is_unknown(tmp_path, text, power):
     path = tmp_path / "gpu.csv"

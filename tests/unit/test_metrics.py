@@ -132,6 +132,7 @@ def test_prompt_and_longest_answer_fit_into_max_length(tiny_tokenizer, capsys):
     assert limit + len(tiny_tokenizer("Question: Which network? Context: Answer:")["input_ids"]) == 128
 
 
+@pytest.mark.promise("EM and F1 measure the model, whatever its folder and the length of its answers")
 def test_the_log_names_answers_whose_scores_are_not_fair(tiny_tokenizer, capsys):
     nfkc = copy.deepcopy(tiny_tokenizer)
     nfkc.backend_tokenizer.normalizer = NFKC()

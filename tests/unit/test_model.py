@@ -162,6 +162,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
 @pytest.mark.parametrize("program", [load, load_to_answer])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_broken_folder_is_refused_in_one_line(fault, program, folder, refusal):

@@ -102,6 +102,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
 def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
     faulty = [(reason, row) for reason, rows in FAULTS.items() for row in rows]
     for number in range(0, len(faulty), SHOWN):  # one error shows this many
@@ -196,6 +197,7 @@ KINDS = (
 KINDS += ("empty answer", "empty row", "blank line")
 
 
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
 @pytest.mark.parametrize("seed", range(20))
 def test_random_faults_lose_no_row(written, seed):
     """All other rows of the table are used, and the numbers of the rows add up."""

@@ -38,6 +38,7 @@ def read_rows(path: Path) -> dict[tuple[str, str], str]:
     return {(f"{row['row']} job {row['job_id']}", name): value for row in rows for name, value in row.items()}
 
 
+@pytest.mark.promise("the report fills the tables")
 def test_golden_report(written):
     names = {path.name for path in GOLDEN.glob("*.csv")} ^ {path.name for path in written.glob("*.csv")}
     different = [f"{name} is only in one of the two reports" for name in sorted(names)]
@@ -113,6 +114,7 @@ def test_an_error_in_tables_yaml_is_one_line(tmp_path, refusal, change, error):
 # --- relations and predictions
 
 
+@pytest.mark.promise("the report fills the tables")
 def test_relations(tmp_path):
     """The expected values are computed by hand.
 
@@ -143,6 +145,7 @@ def test_relations(tmp_path):
     assert cell(fsdp, "Single node, 2 GPUs", "efficiency.steady_samples_per_second").value == 90
 
 
+@pytest.mark.promise("LoRA is compared with the same method that trains all weights")
 def test_rows_of_lora_are_compared_with_the_row_that_trains_all_weights(tmp_path):
     """Of 10 + 10 + 20 MiB, LoRA leaves 10 + 0 + 2 MiB. The rate rises from 10 to 15 samples/s."""
     (lora,) = (definition for definition in DEFINITIONS if definition.id == "lora")

@@ -188,6 +188,7 @@ def test_the_structure_is_accessible_to_screen_readers(tmp_path):
 HOSTILE = "\"><script>alert(1)</script></style><img src=x onerror=alert(1)> ${x} {{ 7 * 7 }} ' onfocus='x"
 
 
+@pytest.mark.promise("records and logs are text")
 def test_a_strangers_text_is_shown_and_does_nothing(tmp_path):
     """The hostile text is in each field that the page shows, and in a job's id."""
     changes = {

@@ -30,6 +30,7 @@ def find_run(top: Path) -> Run:
     return run
 
 
+@pytest.mark.promise("the report reads records and logs of version 1.0.0")
 def test_a_record_and_logs_of_version_1_0_0_are_read():
     """Each field of this demo run is still described, and its table has no empty cell."""
     run = find_run(RUNS_OF_1_0_0)
@@ -247,6 +248,7 @@ def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
     assert "stopped" in (tmp_path / "report" / "runs.md").read_text()
 
 
+@pytest.mark.promise("reliability 15")
 @pytest.mark.parametrize(
     ("content", "field"),
     [

@@ -68,6 +68,7 @@ def load(folder: Path) -> None:
     load_model(arguments, tokenizer, 1)
 
 
+@pytest.mark.promise("model folders run no code")
 def test_code_in_a_model_folder_is_not_executed_and_nothing_allows_it(folder, monkeypatch):
     monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
     monkeypatch.setenv("HF_TRUST_REMOTE_CODE", "1")
@@ -98,6 +99,7 @@ def test_weights_that_hold_code_are_not_loaded(folder, refusal):
 # Data
 
 
+@pytest.mark.promise("datasets run no code")
 @pytest.mark.parametrize("dataset", ["mine", "mine/mine.py"])
 def test_a_loading_script_is_not_a_dataset(dataset):
     Path("mine").mkdir()
@@ -137,6 +139,7 @@ def test_a_file_that_is_not_a_checkpoint_file_is_refused(weights_only, content, 
     assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or not a checkpoint file (")
 
 
+@pytest.mark.promise("Security: checkpoints are data")
 def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
     torch.save({"module": Code()}, "x.pt")
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")

@@ -24,6 +24,7 @@ COMBINATIONS = {  # flags, ranks, text of the error
 }
 
 
+@pytest.mark.promise("Tensor parallelism: the same losses, also in fp16; what it refuses; a stop")
 @pytest.mark.parametrize(("words", "ranks", "what"), COMBINATIONS.values(), ids=COMBINATIONS)
 def test_a_flag_that_cannot_be_combined_is_named(refusal, words, ranks, what):
     assert what in refusal(

@@ -10,6 +10,7 @@ from training.upstream_fixes import FIXES
 PINNED = (REPOSITORY / "requirements.txt").read_text().splitlines()
 
 
+@pytest.mark.promise("when a library is updated, a test lists the workarounds to check again")
 def test_each_fix_was_seen_in_the_pinned_version():
     versions = {line.partition("==")[0]: line for line in PINNED}
     lines = [

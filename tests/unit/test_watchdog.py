@@ -137,6 +137,7 @@ def test_the_reporting_rank_waits_for_the_flight_records_of_the_ranks_that_answe
     assert json.loads(Path("results/4711_flight_record/rank_0.json").read_text()) == RECORD
 
 
+@pytest.mark.promise("when a run hangs, each rank that still runs leaves its last collectives")
 def test_a_rank_leaves_its_flight_record_when_another_rank_reports(rank_0, monkeypatch, capsys):
     rank_0.folder.rename(rank_0.folder.with_name("moved"))
     rank_0.write()
