@@ -17,9 +17,8 @@ FLAGS = {
 @pytest.mark.parametrize("method", FLAGS)
 def test_what_a_rank_holds_with_lora_is_what_the_estimate_says(method):
     figure = program("docs/figures/adapters.py")
-    words = ["--model_name", "bigscience/bloom-7b1", "--bf16", "--gpus", "4", "--lora_rank", "8", *FLAGS[method]]
+    words = ["--model_name", "bigscience/bloom-560m", "--bf16", "--gpus", "4", "--lora_rank", "8", *FLAGS[method]]
     parts = {part.name: part.gpu / GIB for part in estimate_parts(parse_memory_plan(words, environment={}))}
-    shape = figure.bloom_7b1()
-    held = figure.held(method, shape.parameters, figure.adapter_elements(shape.hidden, shape.layers))
+    held = figure.held(method, frozen=559_214_592, trained=figure.adapter_elements(hidden=1024, blocks=24))
     # The figure divides FSDP's gradients over the ranks; while micro batches are added up, FSDP does not
-    assert held == pytest.approx({name: parts[name] for name in held}, abs=0.016), method
+    assert held == pytest.approx({name: parts[name] for name in held}, abs=0.005), method
