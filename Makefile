@@ -29,9 +29,13 @@ docs: .venv/installed-docs
 	@echo "open $(SITE_FOLDER)/index.html"
 
 # Write the blocks of the pages that other files already contain (docs/generated.py)
-GENERATED = git grep -lz '^<!-- \[\[\[cog' -- '*.md' | PYTHONPATH=scripts:docs xargs -0 $(BIN)/python -m cogapp -P
+GENERATED = git grep -lz '^<!-- \[\[\[cog' -- '*.md' | CUDA_VISIBLE_DEVICES= PYTHONPATH=scripts:docs xargs -0 -r $(BIN)/python -m cogapp -P
 pages: .venv/installed-dev
 	@$(GENERATED) -r --verbosity=1
+
+# Fail if a block is not what `make pages` would write
+pages-check: .venv/installed-dev
+	@$(GENERATED) --check --diff --verbosity=1 --check-fail-msg='a page differs from docs/generated.py; run make pages'
 
 report: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
@@ -59,7 +63,7 @@ test-experiments: .venv/installed-dev
 test-faults: .venv/installed-dev
 	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py tests/integration/test_lora.py
 
-# A real pretrained model learns real questions, in about ten minutes; skipped without its files (docs/baseline.md)
+# A real pretrained model learns real questions, in about ten minutes; skipped without its files (data/README.md)
 test-real: .venv/installed-dev
 	$(BIN)/python -m pytest -rs tests/real
 
@@ -67,7 +71,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/text_checks
-	$(GENERATED) --check --diff --verbosity=1 --check-fail-msg='a page differs from docs/generated.py; run make pages'
+	$(MAKE) --no-print-directory pages-check
 	git ls-files -z '*.sh' .ci/run | xargs -0 -r $(BIN)/shellcheck
 	@# each of these sources job.sh, whose control flow the line above has already analysed
 	git ls-files -z '*.slurm' | xargs -0 -r $(BIN)/shellcheck --extended-analysis=false
@@ -103,4 +107,4 @@ $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
-.PHONY: demo cluster cluster-down preflight gpu-check report docs pages quick test unit full test-experiments test-faults test-real lint format
+.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check quick test unit full test-experiments test-faults test-real lint format

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+
 from harness import REPOSITORY, SAMPLE, SCRIPTS, run_training
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}

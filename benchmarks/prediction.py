@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+
 from harness import (
     REPOSITORY,
     RESULT,
@@ -39,8 +42,6 @@ from harness import (
     run_training,
     versions,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
 
 sys.path.insert(0, str(SCRIPTS))
 from distributed.collectives import gather_lists, print_once

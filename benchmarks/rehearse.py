@@ -24,16 +24,15 @@ from shared.before_imports import prepare_imports
 
 prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
 
-from rehearsal.fake_training import check_rehearsal, rehearse
-from rehearsal.observer import ACTIVATIONS, KINDS, ObservedStep
-from rehearsal.read_collective import SMALL
-
 from distributed.strategy import choose_strategy
 from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
 from estimate.flags import RankFlags
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape, tracing_errors
+from rehearsal.fake_training import check_rehearsal, rehearse
+from rehearsal.observer import ACTIVATIONS, KINDS, ObservedStep
+from rehearsal.read_collective import SMALL
 from settings.settings import Settings
 from shared.errors import run_program
 from shared.units import MB, MIB

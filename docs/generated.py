@@ -3,7 +3,8 @@
     <!-- [[[cog import generated; generated.bill() ]]] -->
     <!-- [[[end]]] -->
 
-`make lint` runs the same with --check, and fails if a page no longer agrees with the files.
+`make lint` runs the same with --check, and fails if a page no longer agrees with the files. Run in the repository's
+folder.
 """
 
 import ast
@@ -11,10 +12,12 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from fnmatch import fnmatch
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -30,8 +33,8 @@ EXPERIMENTS = ROOT / "experiments"
 AGENDAS = yaml.safe_load((ROOT / "docs" / "agendas.yaml").read_text(encoding="utf-8"))
 SECTIONS: dict[str, dict] = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
 BLOCK = re.compile(r"\[\[\[cog.*?\[\[\[end\]\]\]", re.DOTALL)
-WORDS_PER_MINUTE = 120  # of a reader whose first language is not English
-POWER_LIMIT_W = 300  # of the documents' V100-SXM2
+WORDS_PER_MINUTE = 120  # reading speed of a person whose first language is not English
+POWER_LIMIT_W = 300  # power limit of a V100-SXM2, the GPU of the original documents
 CLASS = {"pairs": 10, "gpus": 16}
 
 
@@ -106,8 +109,8 @@ def gpu_hours(names: Iterable[str]) -> float:
     """Return the GPU-hours that one run of each experiment takes at most: GPUs times time limit."""
     total = 0.0
     for name in names:
-        hours, minutes_, _ = map(int, directive(scripts()[name], "time", "0:0:0").split(":"))
-        total += gpus(name) * (hours + minutes_ / 60)
+        hours, limit_minutes, _ = map(int, directive(scripts()[name], "time", "0:0:0").split(":"))
+        total += gpus(name) * (hours + limit_minutes / 60)
     return total
 
 
@@ -222,7 +225,7 @@ def choice(entry: str) -> tuple[int, list[str]]:
     number, pattern = re.findall(r"^(?:(\d+) of )?(.*)", entry)[0]
     found = [name for name in scripts() if fnmatch(name, pattern)]
     if not found:
-        raise SystemExit(f"error: docs/agendas.yaml: {entry}: no such experiment")
+        raise SystemExit(f"error: docs/agendas.yaml: {entry}: no such experiment; write a folder below experiments/")
     return int(number or 1), found
 
 
@@ -241,6 +244,7 @@ def agenda_commands(name: str) -> None:
 
 
 def in_words(entry: str) -> str:
+    choice(entry)  # ends with an error if the folder does not exist
     number, _, pattern = entry.rpartition(" of ")
     return f"{number} of `{pattern}`" if number else f"`{entry}`"
 
@@ -424,9 +428,6 @@ def fill_in(
 
 def load(path: str) -> ModuleType:
     """Import a program of benchmarks/ or docs/figures/ by its path."""
-    import sys
-    from importlib import import_module
-
     file = ROOT / path
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
@@ -550,6 +551,31 @@ def activations_of_attention() -> None:
 
 def lora_held() -> None:
     show(load("docs/figures/adapters.py").held_table())
+
+
+def lora_sent() -> None:
+    """Print what a rank sends in a step with and without LoRA: bloom-7b1 in bf16 on 4 GPUs."""
+    from estimate.command_line import parse_plan
+    from estimate.communication import sent_bytes
+    from estimate.model_shape import trace_shape
+
+    still_sent = {
+        "DDP": "gradients of the adapters",
+        "ZeRO-1": "gradients and parameters of the adapters",
+        "ZeRO-2": "the same, with the gradients in each micro batch",
+        "ZeRO-3": "frozen weights, for each pass of each micro batch",
+        "FSDP FULL_SHARD": "the same",
+    }
+    flags = {f"ZeRO-{stage}": f"--deepspeed ds_configs/zero{stage}.json" for stage in (1, 2, 3)}
+    flags |= {"DDP": "", "FSDP FULL_SHARD": "--fsdp"}
+    with_lora = load("docs/figures/adapters.py").sent_with_lora()
+    rows = []
+    for method, what in still_sent.items():
+        words = f"--model_name bigscience/bloom-7b1 --bf16 --gpus 4 {flags[method]}".split()
+        settings = parse_plan(words, environment={})
+        full, lora = sent_bytes(trace_shape(settings), settings) / GB, with_lora[method] / GB
+        rows.append([method, f"{full:.1f}", f"{lora:.2f}" if lora < 1 else f"{lora:.0f}", what])
+    show_table(["GB per step", "Full", "LoRA", "What LoRA still sends"], rows)
 
 
 def dimensions(which: str) -> None:

@@ -60,7 +60,7 @@ def main() -> None:
         ranks, flags, page = 2, "", "docs/ddp.md"
     else:
         checks, together, title, worlds = DATA_PARALLEL, None, "", ()
-        ranks, flags, page = 2, " --zero1", "docs/ddp.md"
+        ranks, flags, page = 2, " --zero1", "docs/by-hand.md"
 
     results = []
     for number, (check, world) in enumerate(checks.items(), start=1):
@@ -251,9 +251,11 @@ def check_shard(exercise: ModuleType, rank: int) -> None:
         parts = [exercise.shard(flat, each, world) for each in range(world)]
         lengths = [len(part) for part in parts]
         expected = [math.ceil(numbers / world)] * world
+        remedy = f"{numbers} is a multiple of {world}, so append no zeros"
+        if numbers % world:
+            remedy = "before you cut the flat tensor, append zeros, as few as make all parts equally long"
         assert lengths == expected, (
-            f"{numbers} numbers on {world} ranks give parts of {lengths} numbers instead of {expected}; "
-            "before you cut the flat tensor, append as few zeros as possible, so that all parts are equally long"
+            f"{numbers} numbers on {world} ranks give parts of {lengths} numbers instead of {expected}; {remedy}"
         )
         found = [part.tolist() for part in parts]
         right = [right_shard(flat, each, world).tolist() for each in range(world)]
@@ -262,7 +264,7 @@ def check_shard(exercise: ModuleType, rank: int) -> None:
 
 def make_sharded(exercise: ModuleType, rank: int) -> tuple[nn.Linear, nn.Module, torch.Tensor]:
     """Return a layer of 5 numbers, the same layer sharded, and its padded flat tensor."""
-    exercise.shard = right_shard  # a mistake in gap 1 shall not appear again in the other gaps
+    exercise.shard = right_shard  # so that a mistake in gap 1 does not fail the other gaps
     torch.manual_seed(0)
     linear = nn.Linear(4, 1)
     flat = torch.cat([linear.weight.detach().flatten(), linear.bias.detach(), torch.zeros(1)])
@@ -292,6 +294,12 @@ def watched_collectives():
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             for tensor in tensors:
                 assert has_memory(tensor), f"{name} gets a tensor without memory; call allocate() for it first"
+                assert not tensor.requires_grad, f"{name} gets a tensor that autograd watches; pass its `.data`"
+            if name.endswith("_single"):
+                result, given = (tensor.numel() for tensor in tensors)
+                assert result == (given * WORLD if name == "all_gather_single" else given // WORLD), (
+                    f"{name} stores its result in the first tensor, of {result} numbers; the second has {given} numbers"
+                )
             roots = "".join(f" with root {value}" for value in values if type(value) is int)
             numbers = max((tensor.numel() for tensor in tensors), default=0)
             compare(f"{name}{roots} for {numbers} numbers")
@@ -363,11 +371,12 @@ def check_gather_again(exercise: ModuleType, rank: int) -> None:
         layer.before_backward()
     check_parts_and_whole(layer, flat, rank, whole)
     assert has_memory(weights), (
-        "self.whole has no memory when the backward pass of the layer begins, because forward() has freed it; "
-        "gather it again: allocate and all-gather, as in gap 2"
+        "self.whole has no memory when the backward pass of the layer begins; forward() has freed it, so gather it "
+        "again (allocate and all-gather, as in gap 2), and do not free it here"
     )
     assert torch.equal(weights, flat), (
-        f"self.whole is {weights.tolist()} instead of {flat.tolist()}, the parts of all ranks in the order of the ranks"
+        "self.whole does not contain the parts of all ranks in the order of the ranks; after allocate(), collect them "
+        "with all_gather_single"
     )
 
 

@@ -71,7 +71,7 @@ def main() -> None:
 
     # 6. Training, with an evaluation after each epoch
     step = 0
-    losses = []  # those since the last printed line
+    losses = []  # losses since the last printed line
     while step < last_step:
         train_loader.set_epoch(step // steps_per_epoch)  # each epoch has its own order of the questions
         for micro_batches in optimizer_steps(train_loader, args.gradient_accumulation_steps):

@@ -62,7 +62,7 @@ def change_source(app, page: str, source: list[str]) -> None:
 
 def navigation() -> str:
     """Return the navigation: the map in README.md with its groups, then the pages of the line after the map."""
-    readme = (REPOSITORY / "README.md").read_text()
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     text = readme.split("## The workshop")[1].split("## Your own model")[0]
     workshop_map, reference = text.split("Reference pages:")
     agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]

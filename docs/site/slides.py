@@ -22,8 +22,8 @@ from sphinx.util import logging
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent
-DAY, SHEET, SHEET_STYLE = "docs/instructor/day", "docs/instructor/sheet", HERE / "sheet.css"
-AGENDAS = yaml.safe_load((DOCS / "agendas.yaml").read_text())
+SHEET, SHEET_STYLE = "docs/instructor/sheet", HERE / "sheet.css"
+AGENDAS = yaml.safe_load((DOCS / "agendas.yaml").read_text(encoding="utf-8"))
 SECTIONS = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
 LINES, LETTERS = 12, 68  # of text on a slide, and in a line of it
 SLIDE = """<section id="{number}" class="{kind}">
@@ -70,14 +70,19 @@ def agenda() -> list[Row]:
     """Return the afternoon: the rows of docs/agendas.yaml, with the times that docs/instructor/day.md shows."""
     rows = AGENDAS["agendas"]["afternoon"]["rows"]
     text = (
-        (DOCS / "instructor/day.md").read_text().partition('generated.agenda("afternoon")')[2].partition("[[[end]]]")[0]
+        (DOCS / "instructor/day.md")
+        .read_text(encoding="utf-8")
+        .partition('generated.agenda("afternoon")')[2]
+        .partition("[[[end]]]")[0]
     )
     shown = re.findall(
         r"^\| (\d+):(\d\d) \| (?:\[([^]]*)\]\([^)]*\)|([^|]*?))(?: \((\d+) min\).*)? \|$", text, re.MULTILINE
     )
+    if len(rows) != len(shown):
+        warn("docs/instructor/day", "differs from docs/agendas.yaml; run make pages")
     return [
         Row(f"{hour}:{minute}", link or pause, row.get("page", ""), int(length or row["minutes"]), row.get("say", ""))
-        for row, (hour, minute, link, pause, length) in zip(rows, shown, strict=True)
+        for row, (hour, minute, link, pause, length) in zip(rows, shown, strict=False)
     ]
 
 
@@ -141,7 +146,7 @@ def data_address(path: Path) -> str:
 def figure(builder: Any, image: nodes.image) -> str:
     """Return a page's figure as large as the slide allows, with its caption: below it, or next to a tall one."""
     path = DOCS.parent / image["uri"]
-    width, height = map(float, re.findall(r'viewBox="\S+ \S+ (\S+) (\S+)"', path.read_text())[0])
+    width, height = map(float, re.findall(r'viewBox="\S+ \S+ (\S+) (\S+)"', path.read_text(encoding="utf-8"))[0])
     below = image.parent.next_node(descend=False, siblings=True)
     caption = [below] if isinstance(below, nodes.paragraph) and isinstance(below[0], nodes.emphasis) else []
     shape = "wide" if width / height > 1.5 else "tall"
@@ -235,9 +240,9 @@ def write_slides(app: Any, exception: Exception | None) -> None:
         neighbours = {"previous": max(number - 1, 1), "following": min(number + 1, len(slides))}
         parts = slide._asdict() | {"content": heading + slide.content, "number": number, "count": len(slides)}
         shown.append(SLIDE.format(**parts, **neighbours))
-    style, script = ((HERE / name).read_text() for name in ("slides.css", "slides.js"))
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("slides.css", "slides.js"))
     deck = DECK.format(title=app.config.project, style=style, slides="".join(shown), script=script)
-    Path(app.outdir, "slides.html").write_text(deck)
+    Path(app.outdir, "slides.html").write_text(deck, encoding="utf-8")
 
 
 def link_slides(app: Any, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
@@ -249,7 +254,7 @@ def link_slides(app: Any, page: str, template: str, context: dict, doctree: node
 
 def add_print_style(app: Any, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
     if page == SHEET:
-        context["metatags"] += f"<style>{SHEET_STYLE.read_text()}</style>"
+        context["metatags"] += f"<style>{SHEET_STYLE.read_text(encoding='utf-8')}</style>"
 
 
 def note_parts(app: Any, page: str, source: list[str]) -> None:

@@ -33,7 +33,7 @@ body {{ max-width: 46rem; margin: auto; padding: 0 1rem }}
 
 def numbers_script() -> str:
     """Return the numbers as a script, because a page that is opened from disk cannot fetch a JSON file."""
-    numbers = json.dumps(json.loads(NUMBERS.read_text()), separators=(",", ":"))
+    numbers = json.dumps(json.loads(NUMBERS.read_text(encoding="utf-8")), separators=(",", ":"))
     return f"window.WHAT_FITS_NUMBERS = {numbers};\n"
 
 
@@ -57,7 +57,7 @@ def add_part(app, page: str, template: str, context: dict, doctree) -> None:
     """Insert the interactive part into a page."""
     if page not in MARKUP:
         return
-    markup = MARKUP[page].read_text()
+    markup = MARKUP[page].read_text(encoding="utf-8")
     context["body"] = re.sub("<!-- interactive part: .* -->", lambda _: markup, context["body"])
     app.add_css_file(STYLE.name)
     for name in (NUMBERS_SCRIPT, SCRIPT.name):
@@ -70,7 +70,12 @@ def write_single_file(path: Path, body: str) -> None:
     """Write the page as a single file: without the theme's link signs after headings and links to other pages."""
     body = re.sub(r'<a class="headerlink".*?</a>', "", body)
     body = re.sub(r'<a [^>]*href="(?!#|http)[^>]*>(.*?)</a>', r"\1", body, flags=re.DOTALL)
-    page = STANDALONE.format(body=body, style=STYLE.read_text(), numbers=numbers_script(), script=SCRIPT.read_text())
+    page = STANDALONE.format(
+        body=body,
+        style=STYLE.read_text(encoding="utf-8"),
+        numbers=numbers_script(),
+        script=SCRIPT.read_text(encoding="utf-8"),
+    )
     path.write_text(page)
 
 

@@ -124,8 +124,8 @@ WRONG_SHARD = {
     "gathered in the forward pass only": (
         GATHER_AGAIN, GATHER_AGAIN.replace("        dist.all_gather_single(self.whole.data, self.part.data)\n", "")
         .replace("allocate(self.whole)", "pass"), "gap 3",
-        "self.whole has no memory when the backward pass of the layer begins, because forward\\(\\) has freed it; "
-        "gather it again: allocate and all-gather, as in gap 2"),
+        "self.whole has no memory when the backward pass of the layer begins; forward\\(\\) has freed it, so gather it "
+        "again .*, and do not free it here"),
     "all-reduce": (
         REDUCE_SCATTER, "        dist.all_reduce(self.whole.grad)\n"
         "        self.part.grad = shard(self.whole.grad, dist.get_rank(), self.world)\n", "gap 4",
@@ -134,7 +134,7 @@ WRONG_SHARD = {
     "no padding": (
         "    flat = nn.functional.pad(flat, (0, -len(flat) % world))\n", "", "gap 1",
         r"5 numbers on 2 ranks give parts of \[2, 2\] numbers instead of \[3, 3\]; "
-        "before you cut the flat tensor, append as few zeros as possible, so that all parts are equally long"),
+        "before you cut the flat tensor, append zeros, as few as make all parts equally long"),
     "another order of collectives on two ranks": (
         GATHER_AGAIN, GATHER_AGAIN.replace("        dist.all_gather_single(self.whole.data, self.part.data)\n", """
         rank = dist.get_rank()
@@ -267,7 +267,7 @@ def test_unsupported_pipeline_settings_give_one_error_line(ranks, flags, message
     [
         path.relative_to(REPOSITORY)
         for path in sorted((REPOSITORY / "exercises").rglob("*.py"))
-        if "torch.optim." in path.read_text()
+        if "torch.optim." in path.read_text() and path.name != "loop.py"  # which trains on GPUs
     ],
     ids=str,
 )

@@ -72,7 +72,6 @@ def test_the_type_is_large(slides):
 
 
 def test_the_key_n_shows_the_notes_and_the_answers_which_otherwise_nobody_sees(slides):
-    assert sum(len(row.get("say", "").split()) for row in AFTERNOON) <= 400
     number = slides.evaluate("document.querySelector('.quiz').id")
     slides.evaluate(f"location.replace('#{number}')")
     assert slides.evaluate(NOTES) == []
@@ -119,7 +118,6 @@ def test_slides_are_one_file_that_prints_one_slide_per_page(site, slides):
     assert not re.findall(r'(?:src|href)="(?!data:|#)', (site / "slides.html").read_text())
 
 
-@pytest.mark.promise("the slides' numbers are on the pages, and the sheet prints on one page")
 @pytest.mark.promise("the sheet prints on one page")
 def test_the_sheet_of_commands_prints_on_one_page(page, address):
     page.visit(f"{address}/docs/instructor/sheet.html")

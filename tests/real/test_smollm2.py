@@ -1,7 +1,7 @@
 """Test that a real pretrained model learns to answer real questions, with a stop and a resume: `make test-real`.
 
-It learns in a full fine-tuning, and with LoRA. docs/baseline.md has the commands that make the model's folder.
-docs/baseline.md and docs/lora.md have the results of other learning rates.
+It learns in a full fine-tuning, and with LoRA. data/README.md has the commands that make the model's folder.
+data/README.md and docs/lora.md have the results of other learning rates.
 """
 
 import json
@@ -33,7 +33,7 @@ MARGIN = 10  # percentage points of Exact Match that the training must add. Meas
 
 pytestmark = [
     pytest.mark.timeout(5400),  # seconds; a training takes 4 to 6 minutes, but took 25 on a busy machine
-    pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} does not exist; docs/baseline.md has the commands for it"),
+    pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} does not exist; data/README.md has the commands for it"),
     pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} does not exist"),
 ]
 

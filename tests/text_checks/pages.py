@@ -11,7 +11,8 @@ from helpers import REPOSITORY
 from text_checks.common import SECTIONS, TEXTS, TREES, read, relative_name, section_below
 
 NAME_OLD_FILES = ("CHANGELOG.md", "original-documents.md")
-FILE = r"`((?:scripts|experiments)/[\w/.-]+\.(?:py|sh|yaml)|(?:ds_configs|fsdp_configs|data)/[\w/.-]+\.json)"
+PROGRAM = r"(?:scripts|experiments|benchmarks|exercises|tests)/[\w/.-]+\.(?:py|sh|yaml)"
+FILE = rf"`({PROGRAM}|(?:ds_configs|fsdp_configs|data)/[\w/.-]+\.json)"
 
 
 def findings() -> Iterator[str]:
