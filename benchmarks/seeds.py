@@ -1,0 +1,81 @@
+"""Measure how much two training runs differ that differ only in the seed.
+
+    python benchmarks/seeds.py --model build/smollm2 --dataset ../shared/data/xquad.en.json    # 100 minutes on 2 cores
+    python benchmarks/seeds.py ... --save       # also write seeds.json
+
+SmolLM2-135M learns real questions, once per seed (data/README.md has the commands that make both files). The seed sets
+the order of the training questions. All runs train on the same 416 questions of three quarters of the passages, and are
+scored on the same 256 questions of the others.
+Two runs whose losses or scores differ by less than the spread of these runs do not show which setting is better.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from harness import REPOSITORY, SCRIPTS, commit, run_training, versions
+
+RESULTS = Path(__file__).with_suffix(".json")
+KNOBS = {
+    "TRAIN_SIZE": "416",  # 26 steps of 16 questions
+    "EVAL_SIZE": "256",
+    "NUM_EPOCHS": "1",
+    "LEARNING_RATE": "2e-4",
+    "LABELS": "answer",
+    "PADDING": "longest",
+    "LOSS": "chunked",
+    "SAVE_STRATEGY": "no",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def divide(dataset: Path, folder: Path) -> dict[str, str]:
+    """Write every fourth passage of a SQuAD file to one file, and the others to another. Return both as knobs."""
+    paragraphs = [each for article in json.loads(dataset.read_text())["data"] for each in article["paragraphs"]]
+    parts = {"EVAL_DATASET": paragraphs[::4], "DATASET": [p for n, p in enumerate(paragraphs) if n % 4]}
+    for name, part in parts.items():
+        (folder / f"{name}.json").write_text(json.dumps({"data": [{"paragraphs": part}]}))
+    return {name: str(folder / f"{name}.json") for name in parts}
+
+
+def train(model: Path, dataset: Path, seed: int) -> dict:
+    """Return loss and scores of a run with this seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        knobs = KNOBS | divide(dataset, Path(folder)) | {"MODEL_NAME": str(model.resolve()), "OMP_NUM_THREADS": "2"}
+        _, record = run_training(Path(folder), [str(SCRIPTS / "train.py"), "--seed", str(seed)], **knobs)
+    found = {"eval_loss": record["eval"][-1]["loss"], "exact_match": record["exact_match"], "f1": record["f1"]}
+    return {"seed": seed, "train_loss": record["train"]["loss_mean"], **found}
+
+
+def summary(runs: list[dict]) -> str:
+    """Return a line per number with mean, standard deviation, smallest and largest value."""
+    lines = []
+    for name in [name for name in runs[0] if name != "seed"]:
+        values = [run[name] for run in runs]
+        spread = statistics.stdev(values)
+        ends = f"{min(values):.4g} to {max(values):.4g}"
+        lines.append(f"{name}: {statistics.fmean(values):.4g} ± {spread:.2g} ({ends}, {len(runs)} seeds)")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=REPOSITORY / "build" / "smollm2")
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    arguments = parser.parse_args()
+    runs = []
+    for seed in range(arguments.seeds):
+        runs.append(train(arguments.model, arguments.dataset, seed))
+        print(runs[-1], flush=True)
+    print(summary(runs))
+    if arguments.save:
+        content = {"commit": commit(), "versions": versions(), "knobs": KNOBS, "runs": runs}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
