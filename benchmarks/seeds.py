@@ -1,6 +1,6 @@
 """Measure how much two training runs differ that differ only in the seed.
 
-    python benchmarks/seeds.py --model build/smollm2 --dataset ../shared/data/xquad.en.json    # 100 minutes on 2 cores
+    python benchmarks/seeds.py --model build/smollm2 --dataset ../shared/data/xquad.en.json
     python benchmarks/seeds.py ... --save       # also write seeds.json
 
 SmolLM2-135M learns real questions, once per seed (data/README.md has the commands that make both files). The seed sets
