@@ -172,7 +172,7 @@ def page_table(results: dict, strategies: Sequence[str]) -> str:
     for row in rows:
         numbers = [payload(row, kind) for kind in kinds]
         assert abs(sum(SENT[kind] * number for kind, number in zip(kinds, numbers, strict=True)) - sent(row)) < 1e-6
-        cells = [f"{number:.1f}" if number else "" for number in numbers]
+        cells = [f"{number:.1f}" if number else "-" for number in numbers]
         lines.append(f"| {row['strategy']} | {row['accumulation']} | {' | '.join(cells)} | {sent(row):.1f} |")
     return "\n".join(lines)
 

@@ -30,7 +30,7 @@ from shared.units import GB, GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
-AGENDAS = yaml.safe_load((ROOT / "docs" / "agendas.yaml").read_text(encoding="utf-8"))
+AGENDAS = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
 SECTIONS: dict[str, dict] = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
 BLOCK = re.compile(r"\[\[\[cog.*?\[\[\[end\]\]\]", re.DOTALL)
 WORDS_PER_MINUTE = 120  # reading speed of a person whose first language is not English
@@ -225,7 +225,9 @@ def choice(entry: str) -> tuple[int, list[str]]:
     number, pattern = re.findall(r"^(?:(\d+) of )?(.*)", entry)[0]
     found = [name for name in scripts() if fnmatch(name, pattern)]
     if not found:
-        raise SystemExit(f"error: docs/agendas.yaml: {entry}: no such experiment; write a folder below experiments/")
+        raise SystemExit(
+            f"error: experiments/agendas.yaml: {entry}: no such experiment; write a folder below experiments/"
+        )
     return int(number or 1), found
 
 

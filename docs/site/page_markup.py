@@ -65,7 +65,7 @@ def navigation() -> str:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     text = readme.split("## The workshop")[1].split("## Your own model")[0]
     workshop_map, reference = text.split("Reference pages:")
-    agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]
+    agendas = yaml.safe_load((REPOSITORY / "experiments" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]
     afternoon = {f"docs/{row['page']}" for row in agendas["afternoon"]["rows"] if "page" in row}
     groups = {"Begin": ["Two commands, first steps <README>"]}
     for number, name, time in re.findall(r"^\| *(\d*) *\| (.*?) \| (.*?) \|", workshop_map, re.MULTILINE):
@@ -116,12 +116,13 @@ def prepare_table(table: re.Match) -> str:
     heads = [html.unescape(re.sub("<.*?>", "", head)).strip() for head in re.findall(r"<th\b.*?</th>", text, re.DOTALL)]
     if not any(heads):
         return re.sub("<thead>.*?</thead>", "", text, flags=re.DOTALL).replace('class="', 'class="facts ', 1)
-    if len(heads) < 5 or "Afternoon" in heads:  # the map has short cells
+    is_to_fill_in = bool(ROW_TO_FILL_IN.search(text))
+    if len(heads) < (4 if is_to_fill_in else 5) or "Afternoon" in heads:  # the map has short cells
         return text
     labels = itertools.cycle(map(html.escape, heads))
     text = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', text)
-    to_fill_in = "fill-in " if ROW_TO_FILL_IN.search(text) else ""
-    return text.replace('class="', f'class="many-columns {to_fill_in}', 1)
+    kind = "many-columns fill-in " if is_to_fill_in else "many-columns "
+    return text.replace('class="', f'class="{kind}', 1)
 
 
 def insert_figure(image: re.Match) -> str:

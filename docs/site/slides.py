@@ -1,7 +1,7 @@
 """Build slides.html, the slides of the afternoon, and print docs/instructor/sheet.md on one page.
 
 slides.html is a single file, which a browser projects and prints without a network. Each page of the afternoon gives
-its title and questions, its figure, its key points, the commands of "Start now" and its quiz. docs/agendas.yaml has
+its title and questions, its figure, its key points, the commands of "Start now" and its quiz. experiments/agendas.yaml has
 the order of the pages, and `say`, the notes for the speaker. The key n shows these notes, and the answers of the quiz.
 """
 
@@ -23,7 +23,7 @@ from sphinx.util import logging
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent
 SHEET, SHEET_STYLE = "docs/instructor/sheet", HERE / "sheet.css"
-AGENDAS = yaml.safe_load((DOCS / "agendas.yaml").read_text(encoding="utf-8"))
+AGENDAS = yaml.safe_load((DOCS.parent / "experiments" / "agendas.yaml").read_text(encoding="utf-8"))
 SECTIONS = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
 LINES, LETTERS = 12, 68  # of text on a slide, and in a line of it
 SLIDE = """<section id="{number}" class="{kind}">
@@ -67,7 +67,7 @@ class Row:
 
 
 def agenda() -> list[Row]:
-    """Return the afternoon: the rows of docs/agendas.yaml, with the times that docs/instructor/day.md shows."""
+    """Return the afternoon: the rows of experiments/agendas.yaml, with the times that docs/instructor/day.md shows."""
     rows = AGENDAS["agendas"]["afternoon"]["rows"]
     text = (
         (DOCS / "instructor/day.md")
@@ -79,7 +79,7 @@ def agenda() -> list[Row]:
         r"^\| (\d+):(\d\d) \| (?:\[([^]]*)\]\([^)]*\)|([^|]*?))(?: \((\d+) min\).*)? \|$", text, re.MULTILINE
     )
     if len(rows) != len(shown):
-        warn("docs/instructor/day", "differs from docs/agendas.yaml; run make pages")
+        warn("docs/instructor/day", "differs from experiments/agendas.yaml; run make pages")
     return [
         Row(f"{hour}:{minute}", link or pause, row.get("page", ""), int(length or row["minutes"]), row.get("say", ""))
         for row, (hour, minute, link, pause, length) in zip(rows, shown, strict=False)

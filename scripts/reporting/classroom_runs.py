@@ -16,15 +16,15 @@ import yaml
 from job.end_of_job import QueuedJob, queued_jobs
 from reporting.runs import Run, add_resume_hints, find_runs_in_folder
 from shared.errors import WorkshopError, did_you_mean
-from shared.paths import EXPERIMENTS, REPOSITORY
+from shared.paths import EXPERIMENTS
 
 # A folder that did not change for this time is not read again. Clocks differ, and file servers report changes late.
 UNCHANGED_S = 60
 
 
 def afternoon_experiments() -> list[str]:
-    """Return the experiments among which each pair of participants chooses in an afternoon, by docs/agendas.yaml."""
-    agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))
+    """Return the experiments among which each pair of participants chooses in an afternoon, by experiments/agendas.yaml."""
+    agendas = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
     sections = {page: entry for group in agendas["sections"].values() for page, entry in group.items()}
     pages = [row["page"] for row in agendas["agendas"]["afternoon"]["rows"] if "page" in row]
     patterns = [entry.rpartition(" of ")[2] for page in pages for entry in sections[page].get("pair", [])]

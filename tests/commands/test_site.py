@@ -156,7 +156,7 @@ def test_empty_cells_on_a_telephone_are_lines_to_fill_in_or_left_out(page, addre
 
 
 def test_the_side_bar_marks_the_sections_of_the_afternoon_and_ends_with_the_other_pages(page, address):
-    agendas = yaml.safe_load((REPOSITORY / "docs" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]
+    agendas = yaml.safe_load((REPOSITORY / "experiments" / "agendas.yaml").read_text(encoding="utf-8"))["agendas"]
     page.visit(f"{address}/index.html")
     marked = page.evaluate(
         "[...document.querySelectorAll('.sidebar-tree a:has([role=img][aria-label=afternoon][title=afternoon])')]"

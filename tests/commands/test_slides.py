@@ -9,7 +9,7 @@ import yaml
 from helpers import REPOSITORY
 
 COUNT = "document.querySelectorAll('section').length"
-AFTERNOON = yaml.safe_load((REPOSITORY / "docs/agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
+AFTERNOON = yaml.safe_load((REPOSITORY / "experiments/agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
 SECTIONS = [row["page"] for row in AFTERNOON if row.get("page") not in (None, "introduction")]
 # What the slides of a kind show, one text for each item of a list; for figures, the alternative text
 TEXTS = """Object.fromEntries(["points", "quiz", "figure"].map((kind) => [kind,

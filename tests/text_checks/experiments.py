@@ -63,13 +63,13 @@ def findings() -> Iterator[str]:
 def index() -> Iterator[str]:
     """Check that `make pages` writes each experiment into the index, and that a section teaches it."""
     text = read("experiments/README.md")
-    agendas = yaml.safe_load(read("docs/agendas.yaml"))["sections"].values()
+    agendas = yaml.safe_load(read("experiments/agendas.yaml"))["sections"].values()
     taught = [family for group in agendas for entry in group.values() for family in entry.get("teaches", [])]
     for folder in map(experiment_folder, EXPERIMENT_SCRIPTS):
         if f"submit.sh {folder}`" not in text:
             yield f"experiments/README.md: has no row for {folder}; name its family in a block, and run make pages"
         if folder.split("/")[0] not in (*NOT_TAUGHT, *(family.split("/")[0] for family in taught)):
-            yield f"docs/agendas.yaml: no section teaches {folder}; write its family below a page's teaches"
+            yield f"experiments/agendas.yaml: no section teaches {folder}; write its family below a page's teaches"
 
 
 def experiment_folder(script: Path) -> str:

@@ -29,12 +29,12 @@ def files() -> Iterator[str]:
 
 
 def order() -> Iterator[str]:
-    """Check that docs/agendas.yaml lists each section, and that each page leads to the next one."""
-    groups = yaml.safe_load(read("docs/agendas.yaml"))["sections"].values()
+    """Check that experiments/agendas.yaml lists each section, and that each page leads to the next one."""
+    groups = yaml.safe_load(read("experiments/agendas.yaml"))["sections"].values()
     pages = [page for group in groups for page in group]
     for page in SECTIONS:
         if page.stem not in pages:
-            yield f"docs/agendas.yaml: does not list {page.stem}; write it below sections"
+            yield f"experiments/agendas.yaml: does not list {page.stem}; write it below sections"
     for name, following in itertools.pairwise(pages):
         if not re.search(rf"^Next: \[.*\]\({following}\.md\)$", read(f"docs/{name}.md"), re.MULTILINE):
             yield f"docs/{name}.md: does not link to the next page; write Next: [...]({following}.md)"

@@ -13,7 +13,7 @@ LIMITS = {
     "README.md": 1200,
     "CHANGELOG.md": 600,
     "CONTRIBUTING.md": 1500,
-    "the notes (say:) in docs/agendas.yaml": 400,
+    "the notes (say:) in experiments/agendas.yaml": 400,
 }
 
 
@@ -28,8 +28,8 @@ def findings() -> Iterator[str]:
         group = next((group for group in ("docs/instructor/", "docs/") if name.startswith(group)), name)
         if group in found:
             found[group] += words(text)
-    notes = re.findall(r"^ +(?:- \{.*)?say: (.*(?:\n {8,}.*)*)", read("docs/agendas.yaml"), re.MULTILINE)
-    found["the notes (say:) in docs/agendas.yaml"] = sum(map(words, notes))
+    notes = re.findall(r"^ +(?:- \{.*)?say: (.*(?:\n {8,}.*)*)", read("experiments/agendas.yaml"), re.MULTILINE)
+    found["the notes (say:) in experiments/agendas.yaml"] = sum(map(words, notes))
     found |= {relative_name(page): words(TEXTS[page]) for page in SECTIONS}
     for name, number in found.items():
         limit = LIMITS.get(name, SECTION)

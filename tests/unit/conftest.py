@@ -7,26 +7,26 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-import datasets
-import matplotlib.font_manager  # noqa: F401 - imported before any test, because it may start fc-list to build its cache
 import pytest
-import torch
 
 from config import DataArguments, ModelArguments
-from estimate import memory, predict_from_record
 
 # pytest finds these fixtures by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY
-from model import load_tokenizer
 from shared.units import MIB
 
-torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other on a busy machine
+# The fixtures import the libraries, because the process that starts the workers loads this file and runs no test
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Use a datasets cache that is removed after the session."""
+def libraries(tmp_path_factory):
+    """Import the libraries before any test, and use a datasets cache that is removed after the session."""
+    import datasets
+    import matplotlib.font_manager  # noqa: F401 - it may start fc-list to build its cache
+    import torch
+
+    torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other on a busy machine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         datasets.disable_progress_bars()
@@ -35,6 +35,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
+    import torch
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -66,6 +68,8 @@ def local_zone(request):
 @pytest.fixture(autouse=True)
 def size_of_python(monkeypatch):
     """Fix the size of a Python process, because measurements of two processes differ a little."""
+    from estimate import memory, predict_from_record
+
     python = memory.MemoryPart("Python, libraries", 0, 433 * MIB, from_start=True)
     monkeypatch.setattr(memory, "measure_python", lambda: python)
     monkeypatch.setattr(predict_from_record, "measure_python_elsewhere", lambda: python)
@@ -74,6 +78,8 @@ def size_of_python(monkeypatch):
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
     """The tokenizer of tiny-bloom. It is trained on the sample and has 2,048 tokens."""
+    from model import load_tokenizer
+
     data = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
     return load_tokenizer(ModelArguments("tiny-bloom"), data)
 
@@ -81,6 +87,8 @@ def tiny_tokenizer():
 @pytest.fixture
 def gpu(monkeypatch):
     """Simulate a GPU with bf16 for the code that chooses the precision."""
+    import torch
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
 

@@ -70,11 +70,12 @@ def ring_bytes(collectives: list) -> float:
     return sum(communication.SENT[kind] * (ranks - 1) / ranks * size for kind, _, ranks, _, size in collectives)
 
 
-@pytest.mark.parametrize(("strategy", "accumulation"), COUNTED)
-def test_sent_bytes_agree_with_counts_of_real_trainings(strategy, accumulation, tmp_path):
-    counted = ring_bytes(COUNTED[strategy, accumulation]["collectives"])
-    settings = counted_training(strategy, accumulation, tmp_path)
-    assert sent_bytes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02)
+@pytest.mark.parametrize("strategy", dict.fromkeys(strategy for strategy, _ in COUNTED))
+def test_sent_bytes_agree_with_counts_of_real_trainings(strategy, tmp_path):
+    for accumulation in (1, 4):
+        counted = ring_bytes(COUNTED[strategy, accumulation]["collectives"])
+        settings = counted_training(strategy, accumulation, tmp_path)
+        assert sent_bytes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02), accumulation
 
 
 # Training on 2 x 2 ranks with two dimensions -> function that returns True for a message to the other node

@@ -20,7 +20,8 @@ def in_the_repository(monkeypatch):
 
 
 def settings_and_record(*flags: str) -> tuple[Settings, dict]:
-    settings = parse_memory_plan([*flags, "--gpus", "4", "--nodes", "2"], environment={})
+    words = ["--model_name", "tiny-bloom", *flags, "--gpus", "4", "--nodes", "2"]  # a later --model_name has priority
+    settings = parse_memory_plan(words, environment={})
     names = {
         flag: name for flag, name in settings.names.items() if flag not in ("gpus", "nodes")
     }  # train.py has no such flags

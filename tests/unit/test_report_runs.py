@@ -279,10 +279,7 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
     ("change", "said"),
     [
         ({"settings__labels": "answer"}, "labels answer, others sequence"),
-        ({"settings__samples_per_gpu": 16}, "data size 16 per GPU, others 128 in all"),
         ({"knobs__precision__effective": "fp32"}, "precision fp32, others bf16"),
-        ({"hardware__gpu": "NVIDIA H200"}, "hardware NVIDIA H200, others AMD EPYC"),
-        ({"git__commit": "f" * 40}, "commit ffffffffff, others 82e46aa937"),
         ({"git__dirty": True}, "commit 82e46aa937 with changes, others 82e46aa937"),
         ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
     ],
