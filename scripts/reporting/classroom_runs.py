@@ -23,7 +23,7 @@ UNCHANGED_S = 60
 
 
 def afternoon_experiments() -> list[str]:
-    """Return the experiments among which each pair of participants chooses in an afternoon, by experiments/agendas.yaml."""
+    """Return the experiments among which each pair chooses in an afternoon, by experiments/agendas.yaml."""
     agendas = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
     sections = {page: entry for group in agendas["sections"].values() for page, entry in group.items()}
     pages = [row["page"] for row in agendas["agendas"]["afternoon"]["rows"] if "page" in row]
