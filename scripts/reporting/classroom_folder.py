@@ -9,6 +9,7 @@ from reporting.page import GENERATOR
 from reporting.render import plural
 from reporting.report_folder import CLASS_PAGE
 from shared.errors import WorkshopError
+from shared.files import replace_file
 
 REFRESH_S = 10
 
@@ -21,8 +22,9 @@ def write_class(folders: list[Path], output: Path, experiments: list[str], numbe
     reader = ClassReader(folders, experiments)
     participants = reader.read()
     if all(each.problem for each in participants):
-        first = participants[0]
-        raise WorkshopError(first.clone, f"{first.problem}; no folder can be read", "give clones of the workshop")
+        raise WorkshopError(
+            participants[0].clone, f"{participants[0].problem}; no folder can be read", "give clones of the workshop"
+        )
     try:
         if watch:
             print(f"{path}: rewritten every {REFRESH_S} seconds; Ctrl-C ends this", flush=True)
@@ -39,11 +41,8 @@ def write_class(folders: list[Path], output: Path, experiments: list[str], numbe
 
 
 def write_page(path: Path, html: str) -> None:
-    """Replace the page in one step, so that a browser never loads a part of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(html, encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, html)
     except OSError as error:
         raise WorkshopError(path, f"cannot be written ({error.strerror})", "give another folder with -o") from error

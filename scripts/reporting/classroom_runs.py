@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from fnmatch import fnmatch
 from pathlib import Path
 
 import yaml
@@ -25,11 +24,10 @@ UNCHANGED_S = 60
 def afternoon_experiments() -> list[str]:
     """Return the experiments among which each pair chooses in an afternoon, by experiments/agendas.yaml."""
     agendas = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
-    sections = {page: entry for group in agendas["sections"].values() for page, entry in group.items()}
-    pages = [row["page"] for row in agendas["agendas"]["afternoon"]["rows"] if "page" in row]
-    patterns = [entry.rpartition(" of ")[2] for page in pages for entry in sections[page].get("pair", [])]
-    names = sorted(str(script.parent.relative_to(EXPERIMENTS)) for script in EXPERIMENTS.rglob("*.slurm"))
-    return [name for pattern in patterns for name in names if fnmatch(name, pattern)]
+    afternoon = {row.get("page") for row in agendas["agendas"]["afternoon"]["rows"]}
+    sections = [entry for group in agendas["sections"].values() for page, entry in group.items() if page in afternoon]
+    jobs = [job for entry in sections for job in entry.get("pair", [])]  # "2 of FOLDER" if a pair chooses
+    return select_experiments([job.rpartition(" of ")[2] for job in jobs])
 
 
 @dataclass
@@ -196,14 +194,14 @@ def common_length(paths: list[tuple[str, ...]]) -> int:
 
 
 def select_experiments(words: list[str]) -> list[str]:
-    """Return the folders with experiments at and below these paths, which are relative to experiments/.
+    """Return the folders with experiments at and below these paths or patterns, which are relative to experiments/.
 
     Raises WorkshopError (exit code 2) for a path without an experiment.
     """
     found: list[str] = []
     for word in words:
         top = word.removeprefix("experiments/").strip("/")
-        scripts = sorted((EXPERIMENTS / top).rglob("*.slurm")) if top else []
+        scripts = sorted(EXPERIMENTS.glob(f"{top}/**/*.slurm")) if top else []
         if not scripts:
             known = sorted({path.parent.relative_to(EXPERIMENTS).as_posix() for path in EXPERIMENTS.rglob("*.slurm")})
             remedy = did_you_mean(word, known, "give folders below experiments/, such as ddp or ddp/2_gpus")

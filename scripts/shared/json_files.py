@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shared.errors import WorkshopError
-from shared.files import read_file
+from shared.files import read_file, replace_file
 
 LARGEST = 1e100  # a larger number overflows in arithmetic
 Model = TypeVar("Model", bound=BaseModel)
@@ -85,18 +85,9 @@ def number(text: str) -> float:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace the file in one step, so that no reader sees a half-written file. Raises OSError if it cannot be written.
-
-    JSON has no NaN or infinity, so such a value becomes null.
-    """
+    """Replace the file in one step. JSON has no NaN or infinity, so such a value becomes null. Raises OSError."""
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:  # remove the partial file that a full disk leaves
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, json.dumps(finite, indent=1, ensure_ascii=False) + "\n")
 
 
 def flatten_keys(content: dict, prefix: str = "") -> dict:
