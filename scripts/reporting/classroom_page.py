@@ -120,7 +120,6 @@ def render_class(reader: ClassReader, participants: list[Participant], numbers: 
     shown = [place for place in places if place.run is place.cell.run]
     outliers = find_outliers(shown, names)
     style, policy = content_policy("page.css", "class.css")
-    runs = [place.run for place in places]
     environment = page_environment()
     environment.filters |= {"hide": names.hide}
     return environment.get_template("class.html").render(
@@ -144,7 +143,7 @@ def render_class(reader: ClassReader, participants: list[Participant], numbers: 
         outliers=outliers,
         unusual={place.run: text for (_, text), own in outliers.items() for place in own},
         slurm_answers=reader.slurm_answers,
-        gpu_hours=describe_gpu_hours([run for run in runs if run.has_record]) if runs else "",
+        gpu_hours=describe_gpu_hours([each.run for each in places if each.run.has_record]) if places else "",
         own_gpu_hours={each.name: sum_gpu_hours(each.runs) for each in participants},
     )
 

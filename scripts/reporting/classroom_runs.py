@@ -26,8 +26,8 @@ def afternoon_experiments() -> list[str]:
     agendas = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
     afternoon = {row.get("page") for row in agendas["agendas"]["afternoon"]["rows"]}
     sections = [entry for group in agendas["sections"].values() for page, entry in group.items() if page in afternoon]
-    jobs = [job for entry in sections for job in entry.get("pair", [])]  # "2 of FOLDER" if a pair chooses
-    return select_experiments([job.rpartition(" of ")[2] for job in jobs])
+    # An entry is a folder, or "2 of FOLDERS" if a pair chooses
+    return select_experiments([job.rpartition(" of ")[2] for entry in sections for job in entry.get("pair", [])])
 
 
 @dataclass
