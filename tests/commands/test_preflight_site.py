@@ -47,7 +47,7 @@ def test_an_incomplete_site_file_is_a_failed_check(monkeypatch, tmp_path, conten
 
 
 def test_another_python_at_the_site_gives_a_warning(monkeypatch, tmp_path):
-    line = f'exec {sys.executable} -c "import sys; sys.prefix = \'/usr\'\n$2" "$3"'
+    line = f'exec "{sys.executable}" -c "import sys; sys.prefix = \'/usr\'\n$2" "$3"'
     python = program(tmp_path / "bin", "python", line)
     state, _, found, _ = load(monkeypatch, tmp_path, f"site_setup() {{ PATH={python.parent}:$PATH; }}\n")
     assert (state, found) == ("warn", f"mine: the site's python is in /usr, preflight's python in {sys.prefix}")

@@ -53,7 +53,7 @@ STAGES = "deepspeed-single-gpu/cpu_offloading"
 
 
 # A stub for python, with lines in place of estimate_memory.py. It writes no __pycache__
-STUB = f'[[ $1 = */estimate_memory.py ]] || exec {sys.executable} -B "$@"\n{{}}'
+STUB = f'[[ $1 = */estimate_memory.py ]] || exec "{sys.executable}" -B "$@"\n{{}}'
 
 
 @pytest.fixture
