@@ -152,7 +152,8 @@ class Knob(NamedTuple):
     meaning: str
 
 
-# Flags of transformers.TrainingArguments, which defines their types and help texts (python scripts/train.py --help)
+# Flags of transformers.TrainingArguments, which defines their types and help texts (python scripts/train.py --help).
+# The meanings are short texts for docs/knobs.md
 TRAINER_KNOBS = (
     Knob("NUM_EPOCHS", "num_train_epochs", 3, "Number of times that each training question is used."),
     Knob("BATCH_SIZE", "per_device_train_batch_size", 4, "Questions of a micro batch of one rank."),

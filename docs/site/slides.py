@@ -26,7 +26,7 @@ DOCS = HERE.parent
 SHEET, SHEET_STYLE = "docs/instructor/sheet", HERE / "sheet.css"
 AGENDAS = yaml.safe_load((DOCS.parent / "experiments" / "agendas.yaml").read_text(encoding="utf-8"))
 SECTIONS = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
-LINES, LETTERS = 12, 68  # of text on a slide, and in a line of it
+LINES, LETTERS = 12, 68  # lines of text on a slide, letters in a line
 SLIDE = """<section id="{number}" class="{kind}">
 {content}
 <aside>{notes}</aside>
@@ -199,7 +199,7 @@ def slides_of_page(app: Any, row: Row) -> Iterator[Slide]:
         yield Slide("figure", "", figure(builder, images[0]))
     for part in divide(key_points):
         yield Slide("points", "Key points", f"<ul>{render(builder, part)}</ul>")
-    # The instructor alone submits the jobs that the class shares
+    # Only the instructor submits the jobs that the class shares
     shared = "shared" in SECTIONS[row.page] and "pair" not in SECTIONS[row.page]
     start = list(commands(find_section(document, "start-now")))
     for part in divide([] if shared else start):

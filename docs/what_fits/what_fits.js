@@ -165,7 +165,7 @@
   const fileName = (method) => (method.config ? method.name : isPlain(method) ? "plain" : "");
 
   const gib = (size) => size.toFixed(1);
-  const isShown = (size) => Number(gib(size)) > 0; // not as 0.0 GiB
+  const isShown = (size) => Number(gib(size)) > 0; // a part of 0.0 GiB is left out
   const gb = (size) => size.toFixed(size > 0 && size < 10 ? 2 : 1);
 
   // Return the text of each column

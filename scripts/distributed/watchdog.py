@@ -64,7 +64,7 @@ class Watchdog(threading.Thread):
     def __init__(self, hang_timeout: int):
         super().__init__(name="watchdog", daemon=True)
         self.rank = whole_number("RANK")
-        # All ranks know this folder before they join: the one of the job's attempt. Without a job, results
+        # Each rank knows where this folder is before it joins: in the folder of the job's attempt, or in results
         host, port = first_address()
         self.folder = Path(os.environ.get("RUN_DIR", "results"), f".ranks_{host}_{port}")
         # This folder stays after the job. The folder of the attempt does not

@@ -11,14 +11,14 @@ from helpers import REPOSITORY
 COUNT = "document.querySelectorAll('section').length"
 AFTERNOON = yaml.safe_load((REPOSITORY / "experiments/agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
 SECTIONS = [row["page"] for row in AFTERNOON if row.get("page") not in (None, "introduction")]
-# What the slides of a kind show, one text for each item of a list; for figures, the alternative text
+# Return the texts of each kind of slide: those of the list items, and the alternative texts of figures
 TEXTS = """Object.fromEntries(["points", "quiz", "figure"].map((kind) => [kind,
   [...document.querySelectorAll(`.${kind} > :is(ul, ol) > li, .${kind} img`)]
     .map((each) => each.alt || each.textContent)]))"""
 # Load all figures, and return the alternative texts of those that cannot be shown
 BROKEN_FIGURES = """Promise.all([...document.images].map((each) => each.decode().then(() => null, () => each.alt)))
   .then((all) => all.filter(Boolean))"""
-# The slide that is shown, if a part of it is outside of the slide, or its figure has neither its whole width nor height
+# Return the shown slide if a part of it is cut, or if its figure fills neither the width nor the height
 CUT = """[...document.querySelectorAll("section")].filter((each) => each.checkVisibility())
   .filter((each) => each.scrollHeight > each.clientHeight || each.scrollWidth > each.clientWidth ||
     [...each.querySelectorAll("img")].some(({ clientWidth, clientHeight, naturalWidth, naturalHeight }) => {
