@@ -1,4 +1,4 @@
-# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | quick | test | test-experiments | test-faults | test-real | lint | format
+# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | constraints | quick | test | test-experiments | test-faults | test-real | lint | format
 # (You need Python 3.11 or newer with venv, git and make; for torch.compile also g++)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,6 +39,14 @@ pages-check: .venv/installed-dev
 
 report: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
+
+# After a change of a requirements file: find one version of every package, for each Python from 3.11. A pin changes only
+# if it has to; FLAGS=--upgrade takes new releases. The packages cuda-* are absent: each build of torch needs its own.
+constraints: | $(BIN)/pip
+	@$(BIN)/python -m pip install --quiet uv==0.13.9
+	@grep -h '^\w' requirements.txt requirements-docs.txt requirements-dev.txt | $(BIN)/uv pip compile --quiet $(FLAGS) \
+	  --universal --python-version 3.11 --fork-strategy fewest --no-annotate --custom-compile-command 'make constraints' \
+	  $(addprefix --no-emit-package cuda-,bindings pathfinder toolkit) --output-file constraints.txt -
 
 # Lint and unit tests in parallel, two to three minutes
 quick: .venv/installed-dev
@@ -85,14 +93,14 @@ ANNOUNCEMENT := pip installs PyTorch with CUDA, transformers, DeepSpeed and othe
   about 2.9 GB to download and 5.7 GB on disk
 
 # After `|`, make asks only whether pip is there. Its date does not matter, so an old environment is not installed again.
-.venv/installed: requirements.txt | $(BIN)/pip
+.venv/installed: requirements.txt constraints.txt | $(BIN)/pip
 	@test -e $@ || echo "$(ANNOUNCEMENT)"
 	@# pip shows its progress the first time; later it would only list the packages that are already there
 	$(BIN)/python -m pip install $(if $(wildcard $@),--quiet) -r requirements.txt
 	touch $@
 
 # Few packages, so that `make docs` neither waits for PyTorch nor needs it
-.venv/installed-docs: requirements-docs.txt | $(BIN)/pip
+.venv/installed-docs: requirements-docs.txt constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
 	touch $@
 
@@ -107,4 +115,4 @@ $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
-.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check quick test unit full test-experiments test-faults test-real lint format
+.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check constraints quick test unit full test-experiments test-faults test-real lint format

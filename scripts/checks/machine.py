@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shared.paths import EXPERIMENTS, REQUIREMENTS
+from shared.paths import CONSTRAINTS, EXPERIMENTS, REQUIREMENTS
 
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and they run with older drivers
 OTHER_BUILD = (
@@ -116,20 +116,27 @@ def absent_interfaces(value: str, present: list[str], exact: bool) -> list[str]:
 
 
 def packages() -> Lines:
-    if wrong := wrong_pins(REQUIREMENTS.read_text()):
-        yield "fail", "packages", ", ".join(wrong), f"{sys.executable} -m pip install -r requirements.txt"
+    remedy = f"{sys.executable} -m pip install -r requirements.txt"
+    if wrong := wrong_pins(REQUIREMENTS):
+        yield "fail", "packages", ", ".join(wrong), remedy
+    # A site may install a newer NCCL for its network
+    elif others := [text for text in wrong_pins(CONSTRAINTS, absent=False) if not text.startswith("nvidia-nccl-")]:
+        yield "warn", "packages", ", ".join(others), remedy
     else:
-        yield "ok", "packages", "as in requirements.txt"
+        yield "ok", "packages", "as in requirements.txt and constraints.txt"
 
 
-def wrong_pins(requirements: str) -> list[str]:
-    """Return the pins that differ from the installed version. A local version such as 2.13.0+cu130 fits pin 2.13.0."""
+def wrong_pins(file: Path, absent: bool = True) -> list[str]:
+    """Return the pins that differ from the installed version, and (if `absent`) those of packages not installed.
+
+    A local version such as 2.13.0+cu130 fits pin 2.13.0.
+    """
     wrong = []
-    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", requirements, re.MULTILINE):
+    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE):
         try:
             installed = importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            installed = "absent"
+            installed = "absent" if absent else pinned
         if installed != pinned:
             wrong.append(f"{name} {installed} instead of {pinned}")
     return wrong

@@ -6,6 +6,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 REQUIREMENTS = REPOSITORY / "requirements.txt"
+CONSTRAINTS = REPOSITORY / "constraints.txt"
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"
 CHECKPOINT_MARKER = "complete.json"  # the file that is written last into a checkpoint
 

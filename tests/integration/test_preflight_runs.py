@@ -11,7 +11,7 @@ from helpers import NO_KNOBS, REPOSITORY, snapshot
 from workbench import Bench
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
-FILES = ("requirements.txt", "pyproject.toml")
+FILES = ("requirements.txt", "constraints.txt", "pyproject.toml")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
-import yaml
+from packaging.utils import canonicalize_name
 
 from names import PROMISED, names
 from shared.paths import workshop_version
@@ -23,28 +23,23 @@ def findings() -> Iterator[str]:
     return chain(pins(), expected_lines(), promised_names(), ends_of_commands())
 
 
-def parse_pins(lines: list[str]) -> dict[str, str]:
-    words = [line.strip() for line in lines if line.strip() and not line.startswith(("#", "-r"))]
-    return {name: pin for name, _, pin in (word.partition("==") for word in words)}
+def read_pins(file: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", read(file), re.MULTILINE))
 
 
 def pins() -> Iterator[str]:
-    """Check that pip and conda install the same version of each package."""
-    files = ("requirements.txt", "requirements-docs.txt", "requirements-dev.txt")
-    requirements, *others = (parse_pins(read(name).splitlines()) for name in files)
-    environment = yaml.safe_load(read("environment.yml"))
-    (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    shown = {"name": environment["name"], **parse_pins(by_pip)}
-    stated = {"name": "deepspeed-finetune", **requirements}
-    yield from differences("environment.yml", "requirements.txt or a page", shown, stated)
-    for name, pin in chain.from_iterable(pinned.items() for pinned in (requirements, *others)):
-        if not re.fullmatch(r"[\w.-]+==[\w.]+", f"{name}=={pin}"):
-            yield f"requirements: {name} is not pinned; write <package>==<version>"
+    """Check that each package of the requirements is pinned, and has the same pin in constraints.txt."""
+    constraints = read_pins("constraints.txt")
+    for file in ("requirements.txt", "requirements-docs.txt", "requirements-dev.txt"):
+        for line in re.findall(r"^\w.*", read(file), re.MULTILINE):
+            name, _, pin = line.partition("==")
+            if constraints.get(canonicalize_name(name)) != pin:
+                yield f"{file}: {line}: constraints.txt has no such pin; write <package>==<version>, run make constraints"
 
 
 def expected_lines() -> Iterator[str]:
     """Check that files have the lines that another file or a reader expects in them."""
-    torch = parse_pins(read("requirements.txt").splitlines())["torch"]
+    torch = read_pins("requirements.txt")["torch"]
     older_gpus = f"python -m pip install torch=={torch}+cu126 --index-url https://download.pytorch.org/whl/cu126"
     expected = {
         "CITATION.cff": f"\nversion: {workshop_version()}\n",

@@ -1,11 +1,17 @@
 """Tests of the comparisons and output lines of preflight.py, without a GPU, a cluster or a training run."""
 
+import importlib.metadata
+import re
+
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from checks import jobs as preflight_jobs
 from checks import machine as preflight_machine
 from helpers import REPOSITORY
+from shared.paths import CONSTRAINTS
 
 TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
@@ -53,11 +59,42 @@ def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
     assert "python -m pip install torch==2.13.0+cu126 --index-url " in remedy
 
 
-def test_versions_that_differ_from_the_pins_are_listed():
+def test_versions_that_differ_from_the_pins_are_listed(tmp_path, monkeypatch):
+    requirements, constraints = tmp_path / "requirements.txt", tmp_path / "constraints.txt"
+    monkeypatch.setattr(preflight_machine, "REQUIREMENTS", requirements)
+    monkeypatch.setattr(preflight_machine, "CONSTRAINTS", constraints)
     installed = torch.__version__.split("+")[0]
-    assert preflight_machine.wrong_pins(f"# comment\n-r other.txt\ntorch=={installed}\n") == []
-    wrong = preflight_machine.wrong_pins("torch==0.1\nno-such-package==1.0\n")
-    assert wrong == [f"torch {installed} instead of 0.1", "no-such-package absent instead of 1.0"]
+    requirements.write_text(f"# comment\n-c constraints.txt\ntorch=={installed}\n")
+    constraints.write_text("no-such-package==1.0\npytest==0.1 ; sys_platform == 'linux'\n")
+    ((state, _, found, _),) = preflight_machine.packages()
+    assert (state, found) == ("warn", f"pytest {pytest.__version__} instead of 0.1")
+    requirements.write_text("torch==0.1\nno-such-package==1.0\n")
+    ((state, _, found, _),) = preflight_machine.packages()
+    assert (state, found) == ("fail", f"torch {installed} instead of 0.1, no-such-package absent instead of 1.0")
+
+
+def needed(packages: list[str]) -> set[str]:
+    """The normalised names of installed packages and of all packages that they need on this machine."""
+    found, to_visit = set(), packages
+    while to_visit:
+        found |= {canonicalize_name(name) for name in to_visit}
+        lines = [Requirement(line) for name in to_visit for line in importlib.metadata.requires(name) or []]
+        wanted = {line.name for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})}
+        to_visit = [name for name in wanted if canonicalize_name(name) not in found]
+    return found
+
+
+@pytest.mark.promise("an installation in a year has the same versions of all packages")
+def test_constraints_txt_has_every_package_of_this_environment_in_its_version():
+    differ = preflight_machine.wrong_pins(CONSTRAINTS, absent=False)
+    assert not differ, "install constraints.txt again with `make quick`, or correct the file with `make constraints`"
+    files = [REPOSITORY / name for name in ("requirements.txt", "requirements-docs.txt", "requirements-dev.txt")]
+    direct, all_pins = (
+        re.findall(r"^([\w.-]+)==", text, re.MULTILINE)
+        for text in ("\n".join(file.read_text() for file in files), CONSTRAINTS.read_text())
+    )
+    absent = {name for name in needed(direct) - {*all_pins} if not name.startswith("cuda-")}
+    assert not absent, "constraints.txt lacks packages; run `make constraints`"
 
 
 @pytest.mark.parametrize(
