@@ -13,6 +13,8 @@ import argparse
 import json
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from harness import REPOSITORY, SCRIPTS, commit, run_training, versions
@@ -43,10 +45,12 @@ def divide(dataset: Path, folder: Path) -> dict[str, str]:
 def train(model: Path, dataset: Path, seed: int) -> dict:
     """Return loss and scores of a run with this seed."""
     with tempfile.TemporaryDirectory() as folder:
-        knobs = KNOBS | divide(dataset, Path(folder)) | {"MODEL_NAME": str(model.resolve()), "OMP_NUM_THREADS": "2"}
+        knobs = KNOBS | divide(dataset, Path(folder)) | {"MODEL_NAME": str(model.resolve()), "OMP_NUM_THREADS": "1"}
         _, record = run_training(Path(folder), [str(SCRIPTS / "train.py"), "--seed", str(seed)], **knobs)
     found = {"eval_loss": record["eval"][-1]["loss"], "exact_match": record["exact_match"], "f1": record["f1"]}
-    return {"seed": seed, "train_loss": record["train"]["loss_mean"], **found}
+    run = {"seed": seed, "train_loss": record["train"]["loss_mean"], **found}
+    print(run, flush=True)
+    return run
 
 
 def summary(runs: list[dict]) -> str:
@@ -65,12 +69,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=REPOSITORY / "build" / "smollm2")
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--at_once", type=int, default=2, help="runs at the same time, each on one core with 6 GB")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
-    runs = []
-    for seed in range(arguments.seeds):
-        runs.append(train(arguments.model, arguments.dataset, seed))
-        print(runs[-1], flush=True)
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        runs = list(pool.map(partial(train, arguments.model, arguments.dataset), range(arguments.seeds)))
     print(summary(runs))
     if arguments.save:
         content = {"commit": commit(), "versions": versions(), "knobs": KNOBS, "runs": runs}
