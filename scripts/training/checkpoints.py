@@ -249,13 +249,15 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
 def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
+    if "progress" in saved:  # only 1.0.0 wrote it
+        what = "was written by version 1.0.0 of the workshop, from which a run cannot resume"
+        way_out = "finish the run with version 1.0.0, or leave --resume_from_checkpoint out to start from the beginning"
+        raise WorkshopError(folder, what, way_out, NO_CHECKPOINT)
     with_ranks = not all(BY_NAME[each["strategy"]].any_ranks for each in (saved, identity))
     before = compared_values(saved, with_ranks)
     now = compared_values(identity, with_ranks)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
-    if "progress" in saved:
-        differences = ["it was written by an earlier version of the workshop"]
     if not differences and saved["data"] != identity["data"]:
         differences = ["the training questions or their tokens differ"]
     if differences:
