@@ -33,6 +33,10 @@ KNOWN_THREADS = {"jemalloc_bg_thd"}
 # Prefixes of variables that the interpreter or a library reads when it starts or is imported
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OMP_", "MKL_", "CUDA_", "PYTHON", "LANG", "LC_", "HOME")
 
+# Modules of most runs. A library imports the last three only when it needs them, and each takes a part of a second.
+PRELOADED = ("deepspeed", "train", "evaluate", "transformers.models.bloom.modeling_bloom", "torch.utils.benchmark")
+PRELOADED += ("transformers.conversion_mapping", "deepspeed.runtime.zero.muon.muon_optimizer")
+
 
 class Request(TypedDict):
     """A process to start. argv: script and arguments, or a full command if `fork` is false. stdout, stderr: paths."""
@@ -50,8 +54,9 @@ def preload() -> None:
     sys.path[0] = str(SCRIPTS)
     before = dict(os.environ)
     importlib.import_module("distributed.process_group").prepare_deepspeed()
-    for name in ("deepspeed", "train", "evaluate", "transformers.models.bloom.modeling_bloom"):
+    for name in PRELOADED:
         importlib.import_module(name)
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("bloom")  # the first call takes half a second
     os.environ.clear()
     os.environ.update(before)
     gc.collect()

@@ -34,7 +34,7 @@ def pins() -> Iterator[str]:
         for line in re.findall(r"^\w.*", read(file), re.MULTILINE):
             name, _, pin = line.partition("==")
             if constraints.get(canonicalize_name(name)) != pin:
-                yield f"{file}: {line}: constraints.txt has no such pin; write <package>==<version>, run make constraints"
+                yield f"{file}: {line}: not pinned in constraints.txt; write <package>==<version>, run make constraints"
 
 
 def expected_lines() -> Iterator[str]:
