@@ -4,48 +4,63 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from helpers import LAUNCHERS, REPOSITORY
+from helpers import LAUNCHERS, REPOSITORY, Finished
+from workbench import Bench
 
 SOLUTION = "exercises/solution/data_parallel.py"
 SHARD = "exercises/solution/shard.py"
 PIPELINE = "exercises/solution/pipeline.py"
 
 
-def python(*words: object, processes: int = 0, timeout: int = 300):
-    """Run a script of the repository, with torchrun if `processes` is given."""
-    launch = LAUNCHERS["torchrun" if processes else "python"](processes)
-    command = [*launch, *map(str, words)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
+@pytest.fixture(scope="module")
+def python(server, tmp_path_factory) -> Callable[..., Finished]:
+    """``python(script, *words, processes=0)`` runs a script of the repository, or ranks of it.
+
+    The processes fork from the tests' server, which has imported PyTorch.
+    """
+    bench = Bench(server, tmp_path_factory.mktemp("exercises") / "work", {}, limit=300)
+
+    def run(script: str, *words: object, processes: int = 0) -> Finished:
+        return bench.start(*words, script=script, ranks=processes, cwd=REPOSITORY).wait()
+
+    return run
+
+
+def command(*words: object, processes: int = 0) -> subprocess.CompletedProcess:
+    """Run Python with these words, with torchrun if `processes` is given."""
+    words = [*LAUNCHERS["torchrun" if processes else "python"](processes), *map(str, words)]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.promise("exercises have gaps and a correct solution")
-def test_the_finished_exercises_are_right():
+def test_the_finished_exercises_are_right(python):
     gaps = "".join(f"gap {number}: right\n" for number in range(1, 7))
     done = python("exercises/check.py", SOLUTION)
-    right, following = done.stdout.split("All is right. ")
-    assert (done.returncode, right) == (0, gaps), done
+    right, following = done.out.split("All is right. ")
+    assert (done.code, right) == (0, gaps), done
     assert following.endswith(f"torchrun --nproc_per_node=2 {SOLUTION} --zero1\n")
     done = python("exercises/check.py", SHARD)
     together = "".join(f"losses and bytes on {ranks} ranks: right\n" for ranks in (2, 4))
-    right, following = done.stdout.split("All is right. ")
-    assert (done.returncode, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
+    right, following = done.out.split("All is right. ")
+    assert (done.code, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
     assert following.endswith(f"docs/ddp.md:\n    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 {SHARD}\n")
     done = python("exercises/check.py", PIPELINE)
     together = "".join(f"losses and gradients on {ranks} ranks: right\n" for ranks in (2, 3, 4))
-    right, following = done.stdout.split("All is right. ")
-    assert (done.returncode, right) == (0, gaps + together), done
+    right, following = done.out.split("All is right. ")
+    assert (done.code, right) == (0, gaps + together), done
     assert following.endswith(f"torchrun --nproc_per_node=4 {PIPELINE} --schedule 1f1b\n")
 
 
 @pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6)])
-def test_an_exercise_differs_from_its_solution_only_in_open_gaps(solution, gaps):
+def test_an_exercise_differs_from_its_solution_only_in_open_gaps(python, solution, gaps):
     exercise = solution.replace("solution/", "")
     done = python("exercises/check.py", exercise)
     report = "".join(f"gap {number}: open\n" for number in range(1, gaps + 1))
-    assert (done.returncode, done.stdout) == (1, report), done
+    assert (done.code, done.out) == (1, report), done
     with_gaps, finished = (ast.parse((REPOSITORY / path).read_text()) for path in (exercise, solution))
     for tree in (with_gaps, finished):
         for function in ast.walk(tree):
@@ -92,13 +107,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("solution", "right", "wrong", "gap", "message"), WRONG)
-def test_check_names_a_wrong_gap_and_the_reason(tmp_path, solution, right, wrong, gap, message):
+def test_check_names_a_wrong_gap_and_the_reason(python, tmp_path, solution, right, wrong, gap, message):
     text = (REPOSITORY / solution).read_text()
     assert text.count(right) == 1
     (tmp_path / "mine.py").write_text(text.replace(right, wrong))
     done = python("exercises/check.py", tmp_path / "mine.py")
-    assert done.returncode == 1, done
-    assert re.fullmatch(rf"gap {gap}: (?:{message})", done.stdout.splitlines()[gap - 1]), done
+    assert done.code == 1, done
+    assert re.fullmatch(rf"gap {gap}: (?:{message})", done.out.splitlines()[gap - 1]), done
 
 
 # Each case: a correct text of the solution of shard.py, a wrong replacement, the check that finds it, and its message
@@ -185,18 +200,18 @@ def test_check_names_each_typical_mistake_in_shard(tmp_path):
         assert text.count(right) == 1, name
         (tmp_path / f"{name}.py").write_text(text.replace(right, wrong))
         words += [line, tmp_path / f"{name}.py"]
-    done = python("-c", RUN_CHECKS, *words)
+    done = command("-c", RUN_CHECKS, *words)
     found = dict(zip(WRONG_SHARD, done.stdout.splitlines(), strict=True))
     for name, (_, _, _, message) in WRONG_SHARD.items():
         assert re.fullmatch(rf"wrong: rank \d: {message}", found[name]), found[name]
 
 
-def losses(done) -> list[float]:
-    assert done.returncode == 0, done
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+def losses(done: Finished) -> list[float]:
+    assert done.code == 0, done
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.out, re.MULTILINE)]
 
 
-def test_the_losses_do_not_depend_on_the_number_of_ranks():
+def test_the_losses_do_not_depend_on_the_number_of_ranks(python):
     one_process = losses(python(SOLUTION))
     assert len(one_process) == 6 and one_process[-1] < one_process[0] / 2
     for flags in ([], ["--zero1"]):
@@ -206,12 +221,12 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks():
         done = python(SHARD, processes=ranks)
         assert losses(done) == pytest.approx(one_process, rel=1e-4)
         moments = ("before the forward pass", "after the forward pass", "after the backward pass", "sum")
-        counted = re.findall(rf"^({'|'.join(moments)}) .* (\d+)$", done.stdout, re.MULTILINE)
+        counted = re.findall(rf"^({'|'.join(moments)}) .* (\d+)$", done.out, re.MULTILINE)
         assert counted == [*((moment, str(held)) for moment in moments[:3]), ("sum", str(sent))], done
 
 
 @pytest.fixture(scope="module")
-def one_process():
+def one_process(python) -> list[float]:
     """Return the losses of the full model in one process."""
     return losses(python(PIPELINE, "--micro_batches", 5))
 
@@ -225,24 +240,24 @@ def one_process():
     ],
 )
 def test_a_pipeline_follows_its_schedule_and_matches_one_process(
-    one_process, tmp_path, ranks, schedule, orders, formula
+    python, one_process, tmp_path, ranks, schedule, orders, formula
 ):
     flags = ["--micro_batches", 5, "--schedule", schedule]
     done = python(PIPELINE, *flags, "--picture", tmp_path / "timeline.png", processes=ranks)
     assert losses(done) == one_process and len(one_process) == 3
-    lines = re.findall(r"^rank (\d) \|([a-eA-E.]+)  kept at most (\d)$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^rank (\d) \|([a-eA-E.]+)  kept at most (\d)$", done.out, re.MULTILINE)
     assert [int(rank) for rank, _, _ in lines] == list(range(ranks))
     assert [re.sub(r"(.)\1*", r"\1", line.replace(".", "")) for _, line, _ in lines] == orders
     kept = {"one_at_a_time": [1] * ranks, "gpipe": [5] * ranks, "1f1b": [4, 3, 2, 1]}[schedule]
     assert [int(most) for _, _, most in lines] == kept
-    waits = re.search(r"of which a rank waits (\S+)% in the mean;\n\(p - 1\) / \(m \+ p - 1\) = (.*)\n", done.stdout)
+    waits = re.search(r"of which a rank waits (\S+)% in the mean;\n\(p - 1\) / \(m \+ p - 1\) = (.*)\n", done.out)
     assert waits[2] == formula
     assert float(waits[1]) >= float(formula[-5:-1]) - 0.1, "a rank cannot wait less than the schedule requires"
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "gpipe"), (4, "1f1b")])
-def test_the_library_pipeline_gives_the_same_losses(one_process, ranks, schedule):
+def test_the_library_pipeline_gives_the_same_losses(python, one_process, ranks, schedule):
     done = python(PIPELINE, "--micro_batches", 5, "--schedule", schedule, "--library", processes=ranks)
     assert losses(done) == one_process
 
@@ -255,11 +270,11 @@ def test_the_library_pipeline_gives_the_same_losses(one_process, ranks, schedule
         (2, ["--library", "--schedule", "1f1b", "--micro_batches", 1], "the 2 stages; give 2 or more, or leave out"),
     ],
 )
-def test_unsupported_pipeline_settings_give_one_error_line(ranks, flags, message):
+def test_unsupported_pipeline_settings_give_one_error_line(python, ranks, flags, message):
     done = python(PIPELINE, *flags, processes=ranks)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("pipeline.py: error: ")]
-    assert done.returncode != 0 and lines and all(message in line for line in lines), done
-    assert "pipelining" not in done.stderr, done  # this word is in tracebacks of PyTorch's schedules
+    lines = [line for line in done.err.splitlines() if line.startswith("pipeline.py: error: ")]
+    assert done.code != 0 and lines and all(message in line for line in lines), done
+    assert "pipelining" not in done.err, done  # this word is in tracebacks of PyTorch's schedules
 
 
 @pytest.mark.parametrize(
@@ -280,7 +295,7 @@ def test_a_program_with_an_optimizer_hides_gpus_before_it_imports_torch(tmp_path
 
 
 def test_collectives_print_what_each_rank_holds():
-    done = python("exercises/collectives.py", processes=2)
+    done = command("exercises/collectives.py", processes=2)
     assert done.returncode == 0, done
     shown = re.findall(r"^(\S[^:\n]*): .*\n  rank 0 .*-> +(.*)\n  rank 1 .*-> +(.*)$", done.stdout, re.MULTILINE)
     assert shown == [
