@@ -67,9 +67,9 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# All moments of a fault and all methods, including fp16 and LoRA; `test` tries each fault once
+# The further cases of tests of which `test` tries one of each kind: moments of a fault, methods, fp16, LoRA, estimates
 test-faults: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py tests/integration/test_lora.py
+	$(BIN)/python -m pytest -n 3 --dist loadscope -m faults tests
 
 # A real pretrained model learns real questions, in about ten minutes; skipped without its files (data/README.md)
 test-real: .venv/installed-dev

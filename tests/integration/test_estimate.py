@@ -13,12 +13,14 @@ from estimate.predict_from_record import predicted_memory
 from helpers import TINY, Finished, program
 from runs import HELD, RUNS, uses
 from shared.units import MIB
+from test_lora import chosen
 
+RUNS_OF_LORA = [name for name in HELD if name.startswith("lora_")]
 STATES = ("parameters", "gradients", "optimizer state")
 
 
 @pytest.mark.promise("held memory, and the peak of a step, match the estimate")
-@uses(*HELD)
+@uses(*(name for name in HELD if name not in RUNS_OF_LORA), *chosen(RUNS_OF_LORA))
 def test_model_states_match_the_estimate(run: Finished, monkeypatch):
     """The bytes match within 5 % on every rank, and the record predicts the same values as the command line."""
     row = RUNS[run.job_id]
@@ -55,11 +57,12 @@ def test_model_states_match_the_estimate(run: Finished, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        "llama, fp32",
         "bloom, bf16, checkpointing",
         "bloom, bf16, FULL_SHARD",
-        "bloom, bf16, ZeRO-2, 1 micro batch",
-        "bloom, bf16, LoRA, ZeRO-3",
+        *(
+            pytest.param(name, marks=pytest.mark.faults)
+            for name in ("llama, fp32", "bloom, bf16, ZeRO-2, 1 micro batch", "bloom, bf16, LoRA, ZeRO-3")
+        ),
     ],
 )
 def test_peak_memory_of_a_step_matches_the_estimate(name, tmp_path):

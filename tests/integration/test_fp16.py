@@ -9,7 +9,7 @@ import re
 import pytest
 
 from helpers import Finished
-from runs import FP16, FP16_ON_CPU, MORE_FP16, RUNS, uses
+from runs import FP16, MORE_FP16, RUNS, fp16, uses
 
 TOLERANCE = 1e-3
 NORM_TOLERANCE = 0.01
@@ -55,8 +55,8 @@ def test_the_gradient_norm_is_logged_without_clipping(train, table):
 @pytest.mark.parametrize("name", ["full_shard", "tp2"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(train, name):
     """Rank 1 gets an infinite gradient in the second step. train.py's fused AdamW must skip the step on all ranks."""
-    row = RUNS[name]
-    how = row.settings | {"script": FP16_ON_CPU, "ranks": 2, "SAVE_STRATEGY": "no"}
+    row = fp16(RUNS[name], SAVE_STRATEGY="no")
+    how = row.settings | {"script": row.script, "ranks": row.ranks}
     run = train(f"fp16_overflow_{name}", *row.arguments, OVERFLOW_STEP=2, **how)
     scales = {rank: re.findall(rf"rank {rank} scale (\d+) ", run.log) for rank in "01"}
     assert scales["0"] == scales["1"]

@@ -42,7 +42,7 @@ STRATEGIES_OF_LORA = [name for name in (*LORA, *LORA_BF16) if "chunked" not in n
 
 
 def chosen(names: Iterable[str], in_make_test: Iterable[str] = IN_MAKE_TEST) -> list:
-    """Return parameters for pytest. `make test` runs those in `in_make_test`, and `make test-faults` runs all."""
+    """Return parameters for pytest. `make test` runs those in `in_make_test`, and `make test-faults` the others."""
     marks = {name: [] if name in in_make_test else [pytest.mark.faults] for name in names}
     for name in marks:
         if name in LORA_BF16:
@@ -220,7 +220,7 @@ def test_a_checkpoint_is_refused_as_a_model(train, table, script: str, name: str
 STOP = "if os.environ.get('RANK', '0') == '{last}': os.kill(os.getpid(), signal.SIGTERM)"
 
 
-RESUMED = [f"lora_{name}" for name in ("plain", "ddp", "zero2", "zero3", "full_shard")]
+RESUMED = [f"lora_{name}" for name in ("plain", "zero3", "full_shard")]
 ALL_RESUMED = [*STRATEGIES_OF_LORA, "lora_shard_grad_op", "lora_chunked_full_shard"]
 
 

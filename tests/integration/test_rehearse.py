@@ -3,6 +3,7 @@
 Memory and traffic must match the formulas, and the collectives must match those of real runs.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -34,8 +35,11 @@ METHODS = {
     "HYBRID_SHARD": (*TINY, *FSDP, "fsdp_configs/hybrid_shard.json"),
     "TP": (*GPT, "--tensor_parallel", 4, "--fsdp"),
 }
+MANY_RANKS = [("HYBRID_SHARD", 64), ("HYBRID_SHARD", 512), ("TP", 512)]
+MORE = [(method, gpus) for method in METHODS for gpus in (64, 512) if (method, gpus) not in MANY_RANKS]
+CASES = [*MANY_RANKS, *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE)]
 # DeepSpeed loops over all ranks in Python, which is slow for many ranks
-CASES = [(method, gpus) for method in METHODS for gpus in (8, 64, 512)]
+CASES += [(method, 8) for method in METHODS]
 METHODS |= {f"ZeRO-{stage}": (*TINY, "--deepspeed", f"ds_configs/zero{stage}.json") for stage in range(4)}
 CASES += [(f"ZeRO-{stage}", 8) for stage in range(4)]
 METHODS |= {f"LoRA, {method}": (*METHODS[method], "--lora_rank", 4) for method in ("DDP", "FULL_SHARD")}
@@ -91,10 +95,20 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 4, "vocab_size": 2048, "h
 LLAMA |= {"intermediate_size": 256, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("method", ["DDP", "FULL_SHARD", "ZeRO-3"])
-@pytest.mark.parametrize("lora_rank", [0, 2])
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+# With these six cases, each two of the features meet in each combination
+PAIRS = [
+    ("DDP", 0, False, False),
+    ("DDP", 2, True, True),
+    ("FULL_SHARD", 0, True, False),
+    ("FULL_SHARD", 2, False, True),
+    ("ZeRO-3", 0, False, True),
+    ("ZeRO-3", 2, True, False),
+]
+ALL = itertools.product(["DDP", "FULL_SHARD", "ZeRO-3"], [0, 2], [False, True], [False, True])
+PAIRS += [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in PAIRS]
+
+
+@pytest.mark.parametrize(("method", "lora_rank", "recomputed", "tied"), PAIRS)
 def test_pairs_of_features_match_the_formulas(method, lora_rank, recomputed, tied, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
     flags = ["--from_scratch", *METHODS[method][2:], "--lora_rank", lora_rank, "--gpus", 4]
@@ -112,8 +126,11 @@ def test_pairs_of_features_match_the_formulas(method, lora_rank, recomputed, tie
 
 @pytest.mark.parametrize(
     "flags",
-    [("--activation_checkpointing",), ("--lora_rank", 8), ("--lora_rank", 8, "--activation_checkpointing")],
-    ids=["recomputed", "LoRA", "LoRA, recomputed"],
+    [
+        pytest.param(("--activation_checkpointing",), id="recomputed"),
+        pytest.param(("--lora_rank", 8), id="LoRA", marks=pytest.mark.faults),
+        pytest.param(("--lora_rank", 8, "--activation_checkpointing"), id="both", marks=pytest.mark.faults),
+    ],
 )
 def test_zero_3_gathers_what_the_passes_need(flags, tmp_path):
     """The limits are smaller than the model, so DeepSpeed drops the blocks between the passes.
