@@ -175,15 +175,23 @@ def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
         )
 
 
+left_groups: list[dist.ProcessGroup | None] = []
+
+
 def leave_process_group() -> None:
     """Wait for the other ranks, then close the process group.
 
     A rank that leaves early breaks its connections to the ranks that still communicate.
+
+    The group's object stays until the process ends. If DDP's reducer were the last to free it, the rank would hang in
+    about 1 of 25 runs: the reducer waits for gloo's threads without releasing Python's lock, and one of these threads
+    may need the lock to free a tensor.
     """
     if dist.is_initialized():
         watchdog.progress("the end")
         wait_for_all_ranks()
         watchdog.stop()
+        left_groups.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
