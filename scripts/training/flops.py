@@ -5,7 +5,7 @@ for forward and backward pass, divided by the operations that the hardware could
 (activation checkpointing) and padding take time, but do not count as needed operations.
 
 The hardware's peak is the manufacturer's number for dense matrices, as in other publications of MFU. On hardware that
-is not in the table, such as a CPU, each run times a product of two matrices for half a second. So the peak of a CPU,
+is not in the table, such as a CPU, each run times a product of two matrices for a fifth of a second. So the peak of a CPU,
 and with it MFU, differs slightly between runs.
 """
 
@@ -25,7 +25,7 @@ KINDS_OF_TOKENS = 4  # length of the result of count_tokens
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # in config.json: tokens that a token can see
 CPU_SIZE = 1024  # rows and columns of the matrices that are multiplied to measure the peak
 GPU_SIZE = 8192
-SECONDS = 0.5
+SECONDS = 0.2
 # 10^12 operations per second with dense matrices and sums in fp32: for fp16 and bf16, for tf32, for fp32. The numbers
 # are from NVIDIA's data sheets and, for GeForce, white papers. Where these give a number only with sparsity, half of it
 # is used. The first entry whose words are all in the GPU's name applies
@@ -187,7 +187,7 @@ def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of the fastest matrix product within half a second."""
+    """Return the operations per second of the fastest matrix product within a fifth of a second."""
     from torch.utils.benchmark import Timer  # imported only here, because the import is slow
 
     size = GPU_SIZE if device.type == "cuda" else CPU_SIZE

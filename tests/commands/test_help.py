@@ -6,15 +6,15 @@ import re
 import pytest
 
 from helpers import REPOSITORY
+from workbench import Bench
 
 SCRIPTS = REPOSITORY / "scripts"
 COMMANDS = [path for path in sorted(SCRIPTS.glob("*.py")) if "__main__" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
-def test_help_opens_with_the_purpose_and_commands_to_copy(path, command):
-    finished = command(path.name, "--help")
-    assert finished.code == 0, finished
+def test_help_opens_with_the_purpose_and_commands_to_copy(path, server, tmp_path):
+    finished = Bench(server, tmp_path / "elsewhere", {}).run("--help", script=path)
     purpose = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
     beginning = finished.out.split("options:")[0].splitlines()[:30]
     assert purpose in beginning, finished.out[:2000]

@@ -30,7 +30,7 @@ def test_a_row_is_trained_saved_loaded_and_scored(train, workplace):
 @pytest.mark.parametrize(
     "rows",
     [
-        ["one_rank", "full_shard", "full_shard_on_2_ranks"],
+        ["one_rank", "full_shard"],
         pytest.param([], marks=pytest.mark.faults, id="all"),
     ],
 )
