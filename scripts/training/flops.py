@@ -5,8 +5,8 @@ for forward and backward pass, divided by the operations that the hardware could
 (activation checkpointing) and padding take time, but do not count as needed operations.
 
 The hardware's peak is the manufacturer's number for dense matrices, as in other publications of MFU. On hardware that
-is not in the table, such as a CPU, each run times a product of two matrices for a fifth of a second. So the peak of a CPU,
-and with it MFU, differs slightly between runs.
+is not in the table, such as a CPU, each run times a product of two matrices for a fifth of a second. So the peak of a
+CPU, and with it MFU, differs slightly between runs.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Tests of runs that are killed or stopped at a given call, and of runs that resume from their checkpoints.
 
-A run of 4 steps saves a checkpoint after steps 2 and 4. `make test` tries a few cases, and `make test-faults` the others.
+A run of 4 steps saves a checkpoint after steps 2 and 4. `make test` tries a few cases, `make test-faults` the others.
 """
 
 import signal
