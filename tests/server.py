@@ -34,9 +34,9 @@ KNOWN_THREADS = {"jemalloc_bg_thd"}
 # Prefixes of variables that the interpreter or a library reads when it starts or is imported
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OMP_", "MKL_", "CUDA_", "PYTHON", "LANG", "LC_", "HOME")
 
-# Modules of most runs. A library imports the last three only when it needs them, and each takes a part of a second.
-PRELOADED = ("deepspeed", "train", "evaluate", "transformers.models.bloom.modeling_bloom", "torch.utils.benchmark")
-PRELOADED += ("transformers.conversion_mapping", "deepspeed.runtime.zero.muon.muon_optimizer")
+PRELOADED = ("deepspeed", "train", "evaluate", "transformers.models.bloom.modeling_bloom")
+# Each of these would take a run a part of a second, because a library imports it only when it needs it
+PRELOADED += ("torch.utils.benchmark", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.conversion_mapping")
 
 
 class Request(TypedDict):
@@ -57,9 +57,8 @@ def preload() -> None:
     importlib.import_module("distributed.process_group").prepare_deepspeed()
     for name in PRELOADED:
         importlib.import_module(name)
-    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping(
-        "bloom"
-    )  # the first call takes half a second
+    # The first call takes half a second
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("bloom")
     sys.modules["training.flops"].SECONDS = 0.01
     sys.modules["training.flops"].CPU_SIZE = 256
     os.environ.clear()
