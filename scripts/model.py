@@ -116,7 +116,7 @@ def is_folder(flag: str, name: str) -> bool:
     """
     check_files(name)
     check_relative_path(flag, name)
-    if not os.path.isdir(name) and name.startswith((".", "/", "~")):
+    if not os.path.isdir(name) and name.startswith((".", "/", "~", "output/")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
     checkpoints = sorted(path.name for path in Path(name).glob("checkpoint-*"))
     if checkpoints and not (Path(name) / "config.json").exists():

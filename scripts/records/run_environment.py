@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from distributed.collectives import broadcast_from_rank_0, ranks_per_gpu
+from distributed.collectives import ranks_per_gpu
 from records.schema import check_job_id
 from shared.nvml import power_limit_w
 from shared.paths import REPOSITORY, workshop_version
@@ -19,14 +19,14 @@ PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tok
 
 
 def new_job_id() -> str:
-    """Return the job's id, which is equal on all ranks: JOB_ID, Slurm's job id, or local-<time>-<pid>.
+    """Return the job's id: JOB_ID, Slurm's job id, or local-<time>-<pid>, which differs between ranks.
 
     Raises WorkshopError (exit code 2) for an id that cannot be part of a file name.
     """
     local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
     check_job_id(job_id)
-    return broadcast_from_rank_0(job_id)
+    return job_id
 
 
 def experiment_path() -> str:

@@ -177,13 +177,15 @@ def start_run(description: str) -> Run:
     deepspeed = settings.trainer.deepspeed
     prepare_environment(shards=bool(deepspeed or settings.trainer.fsdp))
     job_id = new_job_id()  # JOB_ID if it is set, otherwise Slurm's id, otherwise a new id
-    output_dir = settings.trainer.output_dir or f"output/{job_id}"
     # If Slurm has restarted this job on another number of ranks, the accumulation keeps the global batch
-    settings = keep_global_batch(settings, output_dir, job_id, world_size())
+    settings = keep_global_batch(settings, settings.trainer.output_dir or f"output/{job_id}", job_id, world_size())
     print_once("\n".join(settings.knob_lines()))  # each knob with its source: a flag, the site, config.py, ...
     settings = read_config_file(settings)
     args = start_process_group(settings)
-    args.output_dir = output_dir
+    # Each rank has made up an id of its own, and the process group is the first way to agree. With two ids, each rank
+    # would save its part of a checkpoint in another folder
+    job_id = broadcast_from_rank_0(job_id)
+    args.output_dir = output_dir = settings.trainer.output_dir or f"output/{job_id}"
     record = RunRecord(job_id, output_dir)
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))

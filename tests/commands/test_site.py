@@ -74,7 +74,8 @@ def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address
     ("name", "texts"),
     {
         "index": ".sd-card :is(.sd-card-title, p, a, code)",
-        "docs/zero": ".sd-tab-label, .facts td, .sidebar-tree :is(a, .time), #quiz :is(p, summary), #key-points li, .cluster",
+        "docs/zero": ".sd-tab-label, .facts td, .sidebar-tree :is(a, .time), #quiz :is(p, summary), #key-points li,"
+        ".cluster",
     }.items(),
 )
 def test_texts_have_enough_contrast_in_light_and_dark_mode(page, address, name, texts):

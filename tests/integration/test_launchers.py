@@ -13,7 +13,7 @@ from helpers import LAUNCHERS, Finished, free_port
 from records.schema import read_record
 from runs import PYTHON, TORCHRUN, uses
 from training.profiling import PHASES, PROFILED_STEPS
-from workbench import Bench
+from workbench import SMALL, Bench
 
 
 @pytest.mark.promise("commands work as printed")
@@ -47,6 +47,18 @@ def test_ranks_of_bare_srun_read_its_variables(bench: Bench, table):
     assert ended[0].effective("strategy") == "DDP"
     assert ended[0].losses == pytest.approx(table("plain").losses, abs=1e-4, rel=0)
     assert "eval_loss" not in ended[1].log, "only rank 0 logs the loss"
+
+
+def test_ranks_agree_on_the_id_that_they_make_up(server, tmp_path):
+    """Without JOB_ID, as in README, the parts of all ranks are in one folder, and the run resumes from it."""
+    bench = Bench(server, tmp_path / "work", SMALL | {"JOB_ID": "unset"})
+    zero2 = ("--deepspeed", "ds_configs/zero2.json")
+    bench.run(*zero2, ranks=2)
+    (output,) = (bench.folder / "output").iterdir()
+    (record,) = (bench.folder / "results").glob("*.json")
+    assert re.fullmatch(r"local-\d{8}-\d{6}-\d+", output.name) and record.stem == output.name
+    resumed = bench.run(*zero2, "--resume_from_checkpoint", "--num_train_epochs", 3, ranks=2, JOB_ID=output.name)
+    assert "resuming from step 2: " in resumed.log
 
 
 def test_launch_py_profiles_two_ranks(train):
