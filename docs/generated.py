@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -423,6 +424,8 @@ def fill_in(
         return
     first, down, along = ("Metric", names, labels) if across else (definition.title, labels, names)
     show_table([first, *along], [[label, *[""] * len(along)] for label in down])
+    if any("_gpu" in each for each in columns):
+        print("Without a GPU, leave the cells of GPU memory empty.", "", sep="\n")
 
 
 # --- measured and computed numbers
@@ -475,6 +478,31 @@ def tensor_parallel() -> None:
 def prediction() -> None:
     benchmark = load("benchmarks/prediction.py")
     show(f"{benchmark.summary(benchmark.read_results())}.")
+
+
+def seeds() -> None:
+    """Print mean and spread of the training runs of benchmarks/seeds.py, which differ only in the seed."""
+    heads = ("Ten seeds", "Mean", "Standard deviation", "Smallest", "Largest")
+    numbers = {"Evaluation loss": "eval_loss", "EM (%)": "exact_match", "F1 (%)": "f1"}
+    rows = []
+    for title, name in numbers.items():
+        values = of_seeds(name)
+        spread = (statistics.fmean(values), statistics.stdev(values), min(values), max(values))
+        rows.append([title, *(f"{number:.{2 if 'loss' in name else 1}f}" for number in spread)])
+    show_table(heads, rows)
+
+
+def chance(name: str, what: str) -> None:
+    """Print a sentence with the smallest and largest number of these runs. what: words for the number `name`."""
+    low, high = (f"{number:.2g}" for number in (min(of_seeds(name)), max(of_seeds(name))))
+    table = "[chance](baseline.md#what-chance-does)"
+    show(f"Ten runs of SmolLM2 that differed only in the seed had {what} from {low} to {high} ({table}).")
+
+
+def of_seeds(name: str) -> list[float]:
+    runs = json.loads((ROOT / "benchmarks" / "seeds.json").read_text(encoding="utf-8"))["runs"]
+    assert len(runs) == 10, "the pages say ten"
+    return [run[name] for run in runs]
 
 
 def gpu_check() -> None:

@@ -229,7 +229,7 @@ def test_the_summary_of_a_job_is_printed(main_of, capsys):
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
     values = {name: (value, note) for name, value, note in rows}
-    assert "Baseline summary of 109 (completed, tiny-bloom)" in printed
+    assert "Summary of 109 (completed, tiny-bloom)" in printed
     assert values["Train Loss (Final)"] == ("7.479", "")
     assert values["Training Speed, steps alone (samples/sec)"] == ("", "too few steps after the warm-up")
     assert values["Peak GPU memory (MiB)"] == ("901", "")
@@ -253,7 +253,7 @@ def test_the_summary_of_a_failed_job_keeps_its_measurements(tmp_path, main_of, c
     )
     main_of(report, "--job", folder / "results" / "1.json")
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Baseline summary of 1 (failed: exit code 3, tiny-bloom)" in printed
+    assert "Summary of 1 (failed: exit code 3, tiny-bloom)" in printed
     assert "| Eval Loss (Epoch 2) | 7.096 | epoch 2 |" in printed
     assert "| Train Loss (Final) | | the run's status is failed |" in printed
     assert "not comparable: nodes: 3 instead of 2" in printed
