@@ -3,9 +3,9 @@
     python benchmarks/seeds.py --model build/smollm2 --dataset ../shared/data/xquad.en.json
     python benchmarks/seeds.py ... --save       # also write seeds.json
 
-SmolLM2-135M learns real questions, once per seed (data/README.md has the commands that make both files). The seed sets
-the order of the training questions. All runs train on the same 416 questions of three quarters of the passages, and are
-scored on the same 256 questions of the others.
+SmolLM2-135M learns real questions, once per seed (data/README.md has the commands that make both files). As in each
+training run, the seed chooses the questions and their order: 416 of the 880 about three quarters of the passages to
+train on, and 256 of the 310 about the others to evaluate.
 Two runs whose losses or scores differ by less than the spread of these runs do not show which setting is better.
 """
 

@@ -424,8 +424,6 @@ def fill_in(
         return
     first, down, along = ("Metric", names, labels) if across else (definition.title, labels, names)
     show_table([first, *along], [[label, *[""] * len(along)] for label in down])
-    if any("_gpu" in each for each in columns):
-        print("Without a GPU, leave the cells of GPU memory empty.", "", sep="\n")
 
 
 # --- measured and computed numbers
