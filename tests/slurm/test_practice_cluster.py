@@ -42,7 +42,7 @@ def open_folders(needed: list[str], spare: Path) -> str:
     lines += [
         f"mkdir -p {shlex.quote(folder)}; mount --bind {saved[folder]} {shlex.quote(folder)}" for folder in closed
     ]
-    return "\n".join(["set -e", *lines])
+    return "\n".join(["set -e", "umask 022", *lines])
 
 
 class User:
@@ -56,6 +56,7 @@ class User:
             os.chown(path, USER.pw_uid, USER.pw_gid, follow_symlinks=False)
         path = ":".join([str(Path(sys.executable).parent), *SYSTEM])
         self.environment = inherited() | {"PATH": path, "HOME": str(folder), "HF_HOME": f"{folder}/hf"}
+        self.environment.pop("TMPDIR", None)  # this user may not write into a folder of root
 
     def cluster(self, verb: str, typed: str = "", sudo: bool = False) -> subprocess.CompletedProcess[str]:
         """Run ``cluster.py VERB`` with these lines as input."""
