@@ -121,8 +121,8 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> tupl
     if chosen is not SQUAD:
         notes.append(f"columns of {path}: {chosen.context}, {chosen.question}, {' + '.join(chosen.answers)}")
     if unusable or empty:
-        repeated = f" ({used - len(found)} of them repeat a question)" if used > len(found) else ""
-        notes.append(f"rows of {path}: {used} used{repeated}, {len(unusable)} left out, {empty} empty")
+        purpose = f" for {len(found)} question(s)" if used > len(found) else ""
+        notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
     if unusable:
         notes.append(f"left out: {shorten_list(unusable)}")
     return list(found.values()), notes

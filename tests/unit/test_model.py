@@ -45,6 +45,7 @@ def test_the_error_for_a_missing_folder_names_its_flag(refusal):
         return refusal(load_tokenizer, ModelArguments(name, tokenizer_name=tokenizer_name), DATA)
 
     assert line("./gone").startswith("error: --model_name: there is no folder ./gone; ")
+    assert line("output/gone").startswith("error: --model_name: there is no folder output/gone; ")
     assert line("tiny-bloom", "./gone").startswith("error: --tokenizer_name: there is no folder ./gone; ")
 
 

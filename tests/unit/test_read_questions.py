@@ -116,6 +116,8 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
         questions, notes = read_file(path, skip=True)
         assert [row["question"] for row in questions] == ["How many?", "Last?"]
         assert f"rows of t.jsonl: 2 used, {len(part)} left out, 0 empty" in notes
+    path = written("t.jsonl", lines(ROW, ROW, faulty[0][1]))
+    assert "rows of t.jsonl: 2 used for 1 question(s), 1 left out, 0 empty" in read_file(path, skip=True)[1]
     path = written("t.jsonl", lines(*(row for _, row in faulty), ROW))
     assert f" and {len(faulty) - SHOWN} more; correct" in refusal(read_file, path)
 
