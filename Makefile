@@ -62,7 +62,7 @@ unit: .venv/installed-dev
 
 # All tests except the unit tests; tests/conftest.py groups the tests that must run on the same worker
 full: .venv/installed-dev
-	$(BIN)/python -m pytest -n 3 --dist loadscope tests/commands tests/integration tests/faults tests/slurm tests/gpu
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder tests/commands tests/integration tests/faults tests/slurm tests/gpu
 
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm

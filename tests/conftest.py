@@ -2,10 +2,11 @@
 
 `make test` runs the training runs in three workers. Each worker creates its own session fixtures, so all files that use
 the table of runs go to one worker, all files that use the cluster go to another, and all files that use the web site go
-to another. No other file is split.
+to another. No other file is split. The two largest groups begin first, so that all workers end at about the same time.
 (pytest-xdist's own mark for this, xdist_group, has no effect with pytest 9.)
 """
 
+import functools
 import os
 import re
 import signal
@@ -41,18 +42,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for promise in sorted(tests):
             print(promise, *sorted(tests[promise]), sep="\n    ")
         items.clear()
+    first = ["cluster", "table"]
+    items.sort(key=lambda item: first.index(group) if (group := group_of(item.nodeid)) in first else len(first))
+
+
+def group_of(nodeid: str) -> str:
+    """Return the name of the group of tests that must run on the same worker."""
+    return group_of_file(TESTS.parent / nodeid.split("::")[0])
+
+
+@functools.cache
+def group_of_file(path: Path) -> str:
+    if path.parent.name == "slurm":
+        return "cluster"
+    if path.parent.name == "integration" and re.search(r"@uses\(|\btable\)", path.read_text()):
+        return "table"
+    if path.name in ("test_site.py", "test_slides.py", "test_what_fits.py"):
+        return "site"
+    return str(path)
 
 
 class OneWorkerPerFixture(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        path = TESTS.parent / nodeid.split("::")[0]
-        if path.parent.name == "slurm":
-            return "cluster"
-        if path.parent.name == "integration" and re.search(r"@uses\(|\btable\)", path.read_text()):
-            return "table"
-        if path.name in ("test_site.py", "test_slides.py", "test_what_fits.py"):
-            return "site"
-        return str(path)
+        return group_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -76,7 +76,7 @@ COMPILE = {"LOSS": "chunked", "ATTENTION": "sdpa", "TORCH_COMPILE": "True", "PAD
 COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
 # A third of the 256 positions is padding, and the number of labels differs between batches. The loss must depend
-# neither on these nor on the evaluation batches. The 32 questions are evaluated in batches of 4, or on 2 ranks in
+# neither on these nor on the evaluation batches. The 16 questions are evaluated in batches of 4, or on 2 ranks in
 # batches of 3 with a padded last batch
 LABELS = {
     "sequence_longest": Run(variables={"PADDING": "longest"}),
@@ -140,7 +140,7 @@ IN_BF16 = {
     "bf16_full_shard": fsdp("full_shard", variables=BF16),
 }
 # LoRA freezes the base model, so the base is the trained model of another run
-ADAPTERS = {"LORA_RANK": 4, "LEARNING_RATE": "1e-2"}
+ADAPTERS = {"LORA_RANK": 4, "LEARNING_RATE": "2e-2"}
 
 
 def lora(name: str, **variables: object) -> Run:

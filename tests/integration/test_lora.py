@@ -232,13 +232,13 @@ def test_a_stopped_run_resumes_exactly_from_its_checkpoint_alone(train, table, w
     base = workplace / "output" / f"base_of_{name}"
     shutil.copytree(table("plain").output, base, ignore=shutil.ignore_patterns("checkpoint-*"))
     how = row.settings | {"ranks": row.ranks, "MODEL_NAME": f"output/{base.name}"}
-    patch = patch_call(STEP, 21, STOP.format(last=row.world - 1))
+    patch = patch_call(STEP, 11, STOP.format(last=row.world - 1))
     stopped = train(f"{name}_stopped", *row.arguments, patch=patch, code=75, **how)
     assert stopped.record["status"] == "stopped"
-    assert complete_marks(stopped.output) == {"checkpoint-11": True}
+    assert complete_marks(stopped.output) == {"checkpoint-6": True}
     weights = load_file(base / "model.safetensors")
     zeros = {key: torch.zeros_like(weight) for key, weight in weights.items()}
     save_file(zeros, base / "model.safetensors", {"format": "pt"})
     resumed = train(f"{name}_stopped", *row.arguments, RESUME, **how)
-    assert resumed.record["resumed_from"] == f"output/{name}_stopped/checkpoint-11"
+    assert resumed.record["resumed_from"] == f"output/{name}_stopped/checkpoint-6"
     assert same_training(resumed, expected), resumed

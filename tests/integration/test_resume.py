@@ -14,9 +14,9 @@ UNMARKED = """
 from training.checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
-    if state.global_step == 8:
+    if state.global_step == 4:
         original(self, args, state, control, **kwargs)
-    if state.global_step == 16:
+    if state.global_step == 8:
         os.kill(os.getpid(), 9)
 
 CheckpointCallback.on_save = on_save
@@ -31,14 +31,14 @@ def tokens(run: Finished) -> dict[str, int]:
 def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(train, workplace, table):
     family = workplace / "output" / "killed family"
     dead = train("killed", patch=UNMARKED, code=-9, OUTPUT_DIR=f"{family}/killed")
-    assert complete_marks(family / "killed") == {"checkpoint-8": True, "checkpoint-16": False}, dead
+    assert complete_marks(family / "killed") == {"checkpoint-4": True, "checkpoint-8": False}, dead
     resumed = train("resumed", RESUME, OUTPUT_DIR="output/killed family/resumed")
-    assert resumed.record["resumed_from"].endswith("killed/checkpoint-8")
+    assert resumed.record["resumed_from"].endswith("killed/checkpoint-4")
     assert resumed.record["status"] == "completed"
     expected = table("plain")
     same_losses(resumed, expected)
-    assert [entry["step"] for entry in resumed.record["eval"]] == [8, 16]
-    assert complete_marks(family / "resumed") == {"checkpoint-16": True}
+    assert [entry["step"] for entry in resumed.record["eval"]] == [4, 8]
+    assert complete_marks(family / "resumed") == {"checkpoint-8": True}
     assert resumed.record["train"]["loss_last"] == expected.record["train"]["loss_last"]
     assert tokens(resumed) == tokens(expected)
 

@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_names_module_rank_and_question(train, fault, 
 def test_fp16_ends_after_three_steps(train, method):
     """Loss scaling skips such a step, and a smaller scale does not help here."""
     run = STRATEGIES[method]
-    how = run.settings | {"FAULT": "activation", "BAD": "0 1"}
+    how = run.settings | {"FAULT": "activation", "BAD": "0 1", "TRAIN_SIZE": 64}  # 8 steps before the evaluation
     ended = train(f"overflow_{method}", *run.arguments, patch=FP16 + FAULTS, ranks=run.ranks, code=1, **how)
     (line,) = re.findall("error: .*", ended.log)
     assert line.startswith("error: loss: is not finite in step 6 (3 steps in a row): rank 0 computes the first ")

@@ -43,7 +43,7 @@ def same_losses(run: Finished, expected: Finished) -> None:
     assert expected.losses[0] - expected.losses[1] > 0.05, "equal losses prove nothing if the loss hardly moves"
     assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
     assert run.rates == expected.rates[-len(run.rates) :], "a run that resumes logs only the last rates"
-    # The mean includes the steps after the last log entry: 16 steps are logged every 5th step
+    # The mean includes the steps after the last log entry: 8 steps are logged every 5th step
     train_loss = expected.record["train"]["loss_mean"]
     assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, abs=10 * TOLERANCE)
 
@@ -195,14 +195,14 @@ def test_audit_shows_batch_and_steps(run: Finished):
         "micro batch": 4 // run.record["world_size"],
         "gradient accumulation": 2,
         "global batch": 8,
-        "train size": 64,
-        "eval size": 32,
-        "steps per epoch": 8,
+        "train size": 32,
+        "eval size": 16,
+        "steps per epoch": 4,
         "label mode": "sequence",
         "padding": "max_length",
     }
     assert {knob: run.effective(knob) for knob in expected} == expected
-    assert run.record["steps_per_epoch"] == 8
+    assert run.record["steps_per_epoch"] == 4
     assert re.search(r"^global batch +8 +8 +micro batch x accumulation x world size$", run.log, re.MULTILINE), run
 
 

@@ -60,7 +60,7 @@ def ended(large_lab, request):
 @pytest.mark.promise("each experiment completes")
 @pytest.mark.parametrize("script", EXPERIMENT_SCRIPTS, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
 def test_experiment(script: Path, ended):
-    if "TORCH_COMPILE" in script.read_text() and not shutil.which("g++"):
+    if script.parent.name == "compile" and not shutil.which("g++"):
         pytest.skip("torch.compile needs g++")
     job, (nodes, gpus) = ended(script), shape(script)
     for config, error in REFUSED.items():
