@@ -61,7 +61,7 @@ def main() -> None:
     except Exception:  # a mistake here must not leave a job without its end
         traceback.print_exc()
         code = 1
-    sys.exit(finish(job, command.signals, code))
+    on_node.end_program(finish(job, command.signals, code))
 
 
 class Job:

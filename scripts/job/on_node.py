@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -28,7 +28,13 @@ SECONDS_FOR_LOGGER = 5  # to end after SIGTERM
 
 
 def main() -> None:
-    sys.exit(run(Command(), sys.argv[1:]))
+    end_program(run(Command(), sys.argv[1:]))
+
+
+def end_program(code: int) -> NoReturn:
+    """End with this exit code. Python restores the default handlers first, and a late signal would replace the code."""
+    ignore(*SIGNALS)
+    sys.exit(code)
 
 
 class Command:

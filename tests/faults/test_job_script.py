@@ -1,10 +1,12 @@
 """Tests of an experiment's script without Slurm: bash, job.sh, its loggers, and a few lines of Python as training."""
 
+import contextlib
 import os
 import shutil
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers import REPOSITORY, Finished, directives, until
@@ -66,7 +68,7 @@ def living_commands(bench: Bench, word: str) -> list[str]:
 
 
 def check_end(ended: Finished, code: int, status: str) -> None:
-    assert ended.code == code, ended
+    assert ended.code == code, str(ended)
     assert (ended.record["status"], ended.record["exit_code"]) == (status, code), ended.record
     assert not list(ended.folder.glob("results/.*/*")), "the lock must be gone"
 
@@ -85,6 +87,17 @@ def test_a_signal_to_the_job_script_saves_a_checkpoint(bench: Bench, number, sen
     send(started.pids[0], number)
     check_end(started.wait(), 75, "stopped")
     assert not living_commands(bench, "code.py")
+
+
+def test_signals_at_the_end_of_a_job_do_not_replace_its_exit_code(bench: Bench):
+    """job.sh passes on the Ctrl-C that all processes of the terminal have received, and may be late."""
+    started = wait_until_training(start(bench, "signal.pause()"))
+    (run_job,) = (each for each in bench.server.living() if "run_job.py" in command_line(each))
+    while started.code is None and command_line(run_job):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            run_job.send_signal(signal.SIGINT)
+        started.server.wait(started.pids[0], 0.002)
+    check_end(started.wait(), 75, "stopped")
 
 
 @pytest.mark.promise("reliability 11")
