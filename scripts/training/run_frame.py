@@ -43,7 +43,7 @@ from training.exact_match import check_references
 from training.flops import ModelFlops, matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
 from training.preconditions import check_room, check_saving, check_trainable
-from training.silent_faults import check_copies
+from training.silent_faults import check_weights
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 
@@ -159,7 +159,7 @@ class Run:
         """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective."""
         close_trackers(self.args, self.job_id, self.record.content["callbacks"])
         self.stop.save_and_exit_if_asked(trainer, self.record, self.energy)
-        check_copies(trainer.model)
+        check_weights(trainer.model, trainer.state.global_step)
         watchdog.progress("saving the model")
 
 

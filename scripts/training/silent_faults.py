@@ -1,4 +1,4 @@
-"""Faults that no log names by itself: where a loss became infinite, and copies of the weights that are not equal."""
+"""Faults that no log names by itself: losses and weights that are not finite, and copies of the weights that differ."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from distributed.collectives import gather_lists, world_size
+from distributed.collectives import gather_lists, max_over_ranks, world_size
 from distributed.inspect_fsdp import local
 from shared.errors import ENVIRONMENT, WorkshopError
 
@@ -67,7 +67,22 @@ def own_part(weight: Any) -> torch.Tensor:
     return local(getattr(weight, "ds_tensor", weight)).detach()
 
 
-# 2. Copies of the weights
+# 2. Weights that must not be saved
+
+
+def check_weights(model: Any, step: int) -> None:
+    """Check that the weights are finite, and that their copies are equal. Call this before they are saved. Collective.
+
+    step: the number of optimizer steps that made these weights. Raise WorkshopError (exit code 1 or 3).
+    """
+    # A sum needs no second tensor, and it is not finite if one number is not. Sums in fp16 could overflow
+    sums = [own_part(weight).sum(dtype=torch.float32) for weight in model.parameters()]
+    if max_over_ranks(int(not all(each.isfinite() for each in sums))):
+        # The loss of this step was finite, otherwise check_loss would have ended the run. So the update was not
+        what = f"are not finite after step {step}, because a gradient of this step was not; they are not saved"
+        remedy = "resume from an older checkpoint with a lower --learning_rate"
+        raise WorkshopError("weights", what, remedy, code=1)
+    check_copies(model)
 
 
 def check_copies(model: Any) -> None:

@@ -17,7 +17,7 @@ from shared.errors import WorkshopError
 from shared.paths import CHECKPOINT_MARKER
 from training.checkpoints import checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
-from training.silent_faults import check_copies, explain_loss
+from training.silent_faults import check_weights, explain_loss
 from training.upstream_fixes import UpstreamFixes
 
 BAD_LOSSES = 3  # successive steps in fp16 whose loss is not finite
@@ -193,7 +193,7 @@ class WorkshopTrainer(UpstreamFixes):
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        check_copies(self.model)
+        check_weights(self.model, self.state.global_step)
         self.before_save()
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
         with full_disk_errors(folder):

@@ -1,4 +1,4 @@
-"""Tests of faults that no log names by itself: a loss that is not finite, and copies of the weights that differ."""
+"""Tests of faults that no log names by itself: losses and weights that are not finite, copies of weights that differ."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from runs import FP16_ON_CPU, STRATEGIES
+from workbench import complete_marks
 
 # Each fault happens in step 4, and only the ranks BAD have it
 FAULTS = """
@@ -47,6 +48,11 @@ def flip(trainer, batches):
 def activation(trainer, batches):
     module = trainer.model.get_submodule("transformer.h.1.self_attention")
     module.register_forward_hook(lambda module, args, output: (output[0] * 1e38 * 1e38, *output[1:]))
+
+
+def gradient(trainer, batches):
+    module = trainer.model.get_submodule("transformer.h.1.mlp")
+    module.register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: grad * torch.nan) and None)
 
 
 def question(trainer, batches):
@@ -110,6 +116,23 @@ def test_fp16_ends_after_three_steps(train, method):
     (line,) = re.findall("error: .*", ended.log)
     assert line.startswith("error: loss: is not finite in step 6 (3 steps in a row): rank 0 computes the first ")
     assert "transformer.h.1.self_attention (" in line and line.endswith(", or use --bf16 instead of --fp16")
+
+
+@pytest.mark.promise("reliability 1")
+@pytest.mark.parametrize(
+    "method", ["full_shard", *(pytest.param(m, marks=pytest.mark.faults) for m in ("plain", "ddp"))]
+)
+def test_weights_that_are_not_finite_are_never_saved(train, method):
+    """The loss of step 4 is finite, and its gradients are not. The older checkpoint stays. (DeepSpeed skips this step.)"""
+    run = STRATEGIES[method]
+    words = ("--eval_strategy", "no", "--save_strategy", "steps", "--save_steps", "3", "--steps", "4")
+    how = {"FAULT": "gradient", "BAD": str(run.world - 1), "EM_F1": "True"} | run.settings
+    ended = train(f"gradient_{method}", *run.arguments, *words, patch=FAULTS, ranks=run.ranks, code=1, **how)
+    (line,) = re.findall("error: .*", ended.log)
+    assert line.startswith("error: weights: are not finite after step 4, ") and "--learning_rate" in line, line
+    assert (ended.record["status"], ended.record["exit_code"]) == ("failed", 1)
+    assert complete_marks(ended.output) == {"checkpoint-3": True}
+    assert not (ended.output / "model.safetensors").exists() and "(a score of 0" not in ended.log
 
 
 WEIGHT = "transformer.h.0.mlp.dense_4h_to_h.weight"
