@@ -74,7 +74,7 @@ def main() -> None:
     losses = []  # losses since the last printed line
     while step < last_step:
         train_loader.set_epoch(step // steps_per_epoch)  # each epoch has its own order of the questions
-        for micro_batches in optimizer_steps(train_loader, args.gradient_accumulation_steps):
+        for micro_batches in optimizer_steps(train_loader, accelerator, args.gradient_accumulation_steps):
             losses.append(train_step(micro_batches, model, optimizer, schedule, accelerator, args.max_grad_norm))
             step += 1
             if step % args.logging_steps == 0 or step == last_step:
@@ -86,9 +86,22 @@ def main() -> None:
     leave_process_group()
 
 
-def optimizer_steps(loader: DataLoader, accumulation: int) -> Iterator[list[dict]]:
+def own_batches(loader: DataLoader, accelerator: Accelerator) -> Iterator[dict]:
+    """Yield the batches of this rank.
+
+    The ranks take the batches in turns. To give all ranks equally many whole batches, accelerate repeats questions at
+    the end. The labels of repeated questions do not count.
+    """
+    rank, ranks, size = accelerator.process_index, accelerator.num_processes, loader.batch_sampler.batch_size
+    for number, batch in enumerate(loader):
+        first_question = (number * ranks + rank) * size
+        batch["labels"][max(0, len(loader.dataset) - first_question) :] = IGNORED
+        yield batch
+
+
+def optimizer_steps(loader: DataLoader, accelerator: Accelerator, accumulation: int) -> Iterator[list[dict]]:
     """Yield the micro batches of each optimizer step of an epoch. The last step may have fewer."""
-    batches = iter(loader)
+    batches = own_batches(loader, accelerator)
     while micro_batches := list(islice(batches, accumulation)):
         yield micro_batches
 
@@ -124,13 +137,8 @@ def train_step(micro_batches, model, optimizer, schedule, accelerator, max_norm)
 def evaluate(model: torch.nn.Module, loader: DataLoader, accelerator: Accelerator) -> float:
     """Return the mean loss of all tokens that count, for any number of ranks and any batch size."""
     model.eval()
-    rank, ranks, size = accelerator.process_index, accelerator.num_processes, loader.batch_sampler.batch_size
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # losses, tokens
-    for number, batch in enumerate(loader):
-        # The ranks take the batches in turns. To give all ranks equally many, accelerate repeats questions at the end:
-        # do not count these
-        first_question = (number * ranks + rank) * size
-        batch["labels"][max(0, len(loader.dataset) - first_question) :] = IGNORED
+    for batch in own_batches(loader, accelerator):
         tokens = count_labels(batch)
         loss = model(**batch).loss  # the mean over the batch's tokens, NaN if there are none
         sums += torch.stack([torch.where(tokens > 0, loss * tokens, 0.0), tokens])

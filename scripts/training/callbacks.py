@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import ExportableState
 
 from distributed import watchdog
@@ -43,6 +43,7 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
         AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
         *stopping,  # may end the run, so they come after the checkpoint is marked
         FiniteLossCallback(trainer),  # ends a run whose loss is not finite, before the step is saved
+        DropoutCallback(trainer),  # gives each rank its own random numbers
         WatchdogCallback(),  # reports the next phase to the watchdog
     ]
     if run.settings.data.profile:
@@ -202,6 +203,24 @@ class MeasureCallback(TrainerCallback, ExportableState):
                 "train/samples_per_second_mean": rates["steady_samples_per_second"],
             },
         )
+
+
+class DropoutCallback(TrainerCallback):
+    """Callback that gives each rank random numbers of its own. Otherwise all ranks have the same dropout masks.
+
+    The ranks of a tensor-parallel group compute the same questions, so they keep the same numbers. The first group keeps
+    those of a run on one rank. This is the right moment: before it, all ranks take the order of the questions from one
+    seed. After it, a run that resumes loads its saved random states.
+    """
+
+    def __init__(self, trainer: WorkshopTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if group := args.process_index // self.trainer.get_tp_size():
+            set_seed(args.seed + group)
 
 
 class WatchdogCallback(TrainerCallback):

@@ -265,23 +265,15 @@ def check_same_training(folder: str, identity: dict) -> None:
         raise WorkshopError(folder, what, remedy(names, saved, identity), NO_CHECKPOINT)
 
 
-def effects_of_other_ranks(folder: str, identity: dict, questions: int) -> list[str]:
-    """Return lines on what differs in a run that resumes on another number of ranks. questions: the training size."""
-    saved = read_marker(folder)
-    before, now = saved["world_size"], identity["world_size"]
+def effects_of_other_ranks(folder: str, identity: dict) -> list[str]:
+    """Return lines on what differs in a run that resumes on another number of ranks."""
+    before, now = read_marker(folder)["world_size"], identity["world_size"]
     if before == now:
         return []
-    lines = [
+    return [
         f"resuming on {now} rank(s), the checkpoint is of {before}: sums are rounded in another order, and random "
         "numbers, such as those of dropout, differ"
     ]
-    at_once = [size for size in (saved["at_once"], identity["at_once"]) if questions % size]
-    if at_once:
-        lines.append(
-            f"note: {questions} training questions are not a multiple of {at_once[0]} (micro batch x ranks): several "
-            "ranks repeat questions to fill up an epoch, and one rank does not"
-        )
-    return lines
 
 
 def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Run:
         first_step = 0
         if self.checkpoint:
             first_step = read_marker(self.checkpoint)["step"]
-            lines = effects_of_other_ranks(self.checkpoint, self.identity, len(self.questions["train"]))
+            lines = effects_of_other_ranks(self.checkpoint, self.identity)
             print_once("\n".join([f"resuming from step {first_step}: {self.checkpoint}", *lines]))
         self.record.start(
             first_step,

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -62,26 +62,28 @@ class WorkshopTrainer(UpstreamFixes):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
-        inputs = self._prepare_inputs(inputs)
-        # accelerate repeats questions in the last batches, so that all ranks have equally many. Do not count repeats
-        if "rows" in inputs:  # one row of several questions
-            first_repeated = self.count_unrepeated_rows(len(inputs["rows"])) * inputs["rows"].shape[1]
-            inputs["labels"].masked_fill_(inputs["places"] >= first_repeated, IGNORED)
-        else:
-            inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
+        inputs = self.mask_repeated_rows(self._prepare_inputs(inputs))
         counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         self.evaluated += torch.stack([torch.where(counted > 0, loss * counted, 0.0), counted])
         return loss, None, None
 
-    def count_unrepeated_rows(self, rows: int) -> int:
-        """Return the number of rows in this rank's batch that are not repeated. They come first."""
+    def mask_repeated_rows(self, inputs: Any) -> Any:
+        """Do not count the labels of repeated questions: accelerate fills the last batches, so that all are whole."""
         loader: Any = self.accelerator.gradient_state
-        if not loader.end_of_dataloader or loader.remainder <= 0:
-            return rows
-        group = self.accelerator.process_index // self.get_tp_size()
-        return max(0, loader.remainder - group * rows)
+        own, groups = (number // self.get_tp_size() for number in (self.args.process_index, self.args.world_size))
+        if groups == 1 or self.args.dataloader_drop_last or not loader.end_of_dataloader:
+            return inputs
+        labels, rows = inputs["labels"], len(inputs.get("rows", inputs["labels"]))
+        # accelerate's own `remainder` is missing in an epoch in which a run has resumed
+        remainder = len(loader.active_dataloader.dataset) % (groups * rows) or groups * rows
+        unrepeated = max(0, remainder - own * rows)  # they come first
+        if "rows" in inputs:  # one row of several questions
+            labels.masked_fill_(inputs["places"] >= unrepeated * inputs["rows"].shape[1], IGNORED)
+        else:
+            labels[unrepeated:] = IGNORED
+        return inputs
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate. The loss is the mean over all tokens that count, for any number of ranks and any batch size.
@@ -120,11 +122,12 @@ class WorkshopTrainer(UpstreamFixes):
         self._initial_global_step = 0
         self.earlier_seconds = saved["seconds"]
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """Return the micro batches of the next optimizer step, and the number of labels in them."""
         self.loss_before_step = self._tr_loss.clone()
         self.loss_of_step = torch.zeros((), device=self.args.device)
-        batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+        unrepeated = map(self.mask_repeated_rows, epoch_iterator)
+        batches, labels_in_step = super().get_batch_samples(unrepeated, *args, **kwargs)
         self.batches = batches
         self.tokens = self.tokens + sum(map(count_tokens, batches))
         if batches and computes_loss_in_head(self.model):

@@ -54,6 +54,14 @@ def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table
     same_losses(run, table("plain"))
 
 
+@uses("ddp", "full_shard", "zero2")
+def test_each_rank_draws_its_own_random_numbers(run: Finished):
+    """With the same numbers, all ranks would have the same dropout masks."""
+    saved = sorted(run.output.glob("checkpoint-8/rng_state_*.pth"))
+    first, second = (torch.load(path, weights_only=False)["cpu"] for path in saved)
+    assert not first.equal(second)
+
+
 @pytest.mark.promise("ATTENTION=sdpa does not change the training")
 @uses(*SDPA)
 def test_sdpa_has_the_losses_of_eager_attention(run: Finished, table):
