@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -36,9 +36,6 @@ def parse_plan(
     asks_for_gpu = any(word.replace("-", "_").startswith("__gpu_memory") for word in words)
     gpu = environment.get("REQUIRE_GPU") != "0" or asks_for_gpu or torch.cuda.is_available()
     settings = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
-    for flag, value in asdict(settings.estimate).items():
-        if not isinstance(value, bool) and value is not None and not value > 0:
-            raise WorkshopError(f"--{flag}", f"{value:g} is too small", "give a number above 0")
     if "gpus" not in settings.names:
         settings = replace(settings, estimate=replace(settings.estimate, gpus=settings.model.tensor_parallel))
     gpus = settings.estimate.gpus

@@ -32,6 +32,7 @@ def trainer_flags(settings: Settings) -> dict[str, Any]:
     """Return all values for TrainingArguments except those that turn on ZeRO or FSDP."""
     known = {each.name for each in fields(TrainingArguments) if each.init}
     flags = {name: value for name, value in settings.flat().items() if name in known - SHARDING}
+    flags["save_total_limit"] = max(0, flags["save_total_limit"])  # 0, and elsewhere also -1, is no limit
     flags["output_dir"] = settings.trainer.output_dir or "output"
     flags["report_to"] = check_trackers(settings.trainer.report_to) or "none"
     flags["run_name"] = settings.trainer.run_name or os.path.basename(os.getcwd())

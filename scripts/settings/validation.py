@@ -2,21 +2,29 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 
-from config import ALL, CUSTOM_GPT, CUSTOM_SIZES, has_random_weights
+from config import CUSTOM_GPT, CUSTOM_SIZES, has_random_weights
 from settings.hints import UNUSED_FLAGS
 from settings.settings import Settings
+from shared.json_files import LARGEST
 
-AT_LEAST_ONE = (
-    *("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size", "max_steps"),
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "ddp_timeout"),
-    "tensor_parallel",
-    *CUSTOM_SIZES,
-)
-NO_LIMIT = {"max_steps": -1, "train_size": ALL, "eval_size": ALL}
+ABOVE_ZERO = math.ulp(0)
+# Flag -> the smallest number, and a limit that the number must stay below. Every other number is at least 0
+LIMITS = {
+    **dict.fromkeys(("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size"), (1, LARGEST)),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), (1, LARGEST)),
+    **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), (1, LARGEST)),
+    **dict.fromkeys(("max_steps", "ddp_timeout", "tensor_parallel", *CUSTOM_SIZES, "gpus", "nodes"), (1, LARGEST)),
+    # The flags *_steps may be a fraction of the training, such as 0.1
+    **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps"), (ABOVE_ZERO, LARGEST)),
+    **dict.fromkeys(("learning_rate", "gpu_memory", "cpu_memory"), (ABOVE_ZERO, LARGEST)),
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**32)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1)),
+    "save_total_limit": (-LARGEST, LARGEST),  # 0 or less: no limit
+}
+NO_LIMIT = {"max_steps": -1, "local_rank": -1}
 LOWEST_USUAL_LORA_RATE = 1e-4
-# The flags *_steps may be a fraction of the training, such as 0.1
-MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
 
 
 def check_settings(settings: Settings) -> None:
@@ -33,13 +41,17 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_numbers(settings: Settings) -> None:
-    values = settings.flat()
+    """Check each number that the user gave: no number is NaN, infinite, or outside its limits."""
+    values = settings.flat() | (asdict(settings.estimate) if settings.estimate else {})
     for flag in settings.names:
-        no_limit = flag in NO_LIMIT and values[flag] == NO_LIMIT[flag]
-        if flag in AT_LEAST_ONE and not no_limit and values[flag] < 1:
-            raise settings.error(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
-        if flag in MORE_THAN_ZERO and not 0 < values[flag] < math.inf:
-            raise settings.error(flag, f"{values[flag]} is out of range", "give a number above 0")
+        value = values[flag]
+        if not isinstance(value, int | float) or (flag, value) in NO_LIMIT.items():
+            continue
+        lowest, limit = LIMITS.get(flag, (0, LARGEST))
+        if not lowest <= value < limit:
+            wanted = "above 0" if lowest == ABOVE_ZERO else f"of at least {lowest}"
+            below = "" if limit == LARGEST else f" and below {limit}"
+            raise settings.error(flag, f"{value!s:.20} is out of range", f"give a number {wanted}{below}")
 
 
 def doubtful_choices(settings: Settings) -> Iterator[str]:
@@ -82,12 +94,6 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "add --fsdp",
         ),
         (
-            settings.data.show < 0,
-            "show",
-            f"{settings.data.show} is too small",
-            "give a number of at least 0",
-        ),
-        (
             settings.data.show and not settings.data.em_f1,
             "show",
             "has no effect without EM and F1",
@@ -122,12 +128,6 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "tensor_parallel",
             "cannot be combined with --deepspeed",
             "use --fsdp to shard over the tensor groups",
-        ),
-        (
-            model.lora_rank < 0,
-            "lora_rank",
-            f"{model.lora_rank} is too small",
-            "give a rank such as 8, or 0 to train all weights",
         ),
         (
             cut and model.lora_rank,

@@ -208,9 +208,9 @@ class MeasureCallback(TrainerCallback, ExportableState):
 class DropoutCallback(TrainerCallback):
     """Callback that gives each rank random numbers of its own. Otherwise all ranks have the same dropout masks.
 
-    The ranks of a tensor-parallel group compute the same questions, so they keep the same numbers. The first group keeps
-    those of a run on one rank. This is the right moment: before it, all ranks take the order of the questions from one
-    seed. After it, a run that resumes loads its saved random states.
+    The ranks of a tensor-parallel group process the same questions, so they share the numbers. The first group keeps
+    the numbers of a run on one rank. Earlier, all ranks need one seed for the order of the questions. Later, a run that
+    resumes has loaded its saved random states.
     """
 
     def __init__(self, trainer: WorkshopTrainer):

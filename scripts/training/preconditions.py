@@ -146,12 +146,12 @@ def check_temporary_folder(args: TrainingArguments) -> None:
 
 
 def check_room(
-    output_dir: str, settings: Settings, meta_model: PreTrainedModel, strategy: Strategy, keep: int | None
+    output_dir: str, settings: Settings, meta_model: PreTrainedModel, strategy: Strategy, keep: int
 ) -> None:
     """Raise WorkshopError (exit code 3) if the disk has too little space for the checkpoints and the model.
 
-    meta_model: the model without memory for its weights. keep: number of checkpoints to keep (--save_total_limit). An
-    older checkpoint is removed only when the new one is complete, so the disk briefly holds one more.
+    meta_model: the model without memory for its weights. keep: number of checkpoints to keep (--save_total_limit), 0
+    for all. An older checkpoint is removed only when the new one is complete, so the disk briefly holds one more.
     """
     if rank() != 0:
         return

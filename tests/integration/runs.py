@@ -76,8 +76,8 @@ COMPILE = {"LOSS": "chunked", "ATTENTION": "sdpa", "TORCH_COMPILE": "True", "PAD
 COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
 # A third of the 256 positions is padding, and the number of labels differs between batches. The loss must depend
-# neither on these nor on the batches. The 16 questions are evaluated in batches of 4, or on 2 ranks in batches of 3 with
-# a padded last batch. In the last step of ODD questions, rank 1 has only questions that accelerate repeats
+# neither on these nor on the batches. The 16 questions are evaluated in batches of 4, or on 2 ranks in batches of 3
+# with a padded last batch. In the last step of ODD questions, rank 1 has only questions that accelerate repeats
 ODD = {"TRAIN_SIZE": 17}
 LABELS = {
     "sequence_longest": Run(variables={"PADDING": "longest"}),

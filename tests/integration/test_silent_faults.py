@@ -1,4 +1,4 @@
-"""Tests of faults that no log names by itself: losses and weights that are not finite, copies of weights that differ."""
+"""Tests of faults that no log names by itself: numbers that are not finite, and copies of the weights that differ."""
 
 import re
 from pathlib import Path
@@ -52,7 +52,7 @@ def activation(trainer, batches):
 
 def gradient(trainer, batches):
     module = trainer.model.get_submodule("transformer.h.1.mlp")
-    module.register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: grad * torch.nan) and None)
+    module.register_full_backward_pre_hook(lambda module, grads: tuple(grad * torch.nan for grad in grads))
 
 
 def question(trainer, batches):
@@ -123,7 +123,7 @@ def test_fp16_ends_after_three_steps(train, method):
     "method", ["full_shard", *(pytest.param(m, marks=pytest.mark.faults) for m in ("plain", "ddp"))]
 )
 def test_weights_that_are_not_finite_are_never_saved(train, method):
-    """The loss of step 4 is finite, and its gradients are not. The older checkpoint stays. (DeepSpeed skips this step.)"""
+    """The loss of step 4 is finite, its gradients are not. The older checkpoint stays. DeepSpeed skips such a step."""
     run = STRATEGIES[method]
     words = ("--eval_strategy", "no", "--save_strategy", "steps", "--save_steps", "3", "--steps", "4")
     how = {"FAULT": "gradient", "BAD": str(run.world - 1), "EM_F1": "True"} | run.settings

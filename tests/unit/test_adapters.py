@@ -208,7 +208,7 @@ def test_a_model_without_linear_layers_is_refused(refusal):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--lora_rank -1", "--lora_rank: -1 is too small; give a rank such as 8, or 0 to train all weights"),
+        ("--lora_rank -1", "--lora_rank: -1 is out of range; give a number of at least 0"),
         (
             "--lora_rank 8 --tensor_parallel 2",
             "--lora_rank: cannot be combined with --tensor_parallel, which cuts the layers that get adapters;",

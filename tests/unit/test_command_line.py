@@ -130,7 +130,7 @@ MISTAKES = {
     "--num-gpus=2": "--num-gpus: unknown flag; start one process per GPU: torchrun --nproc_per_node=2 ",
     "--precision bf16": "--precision: unknown flag; use --fp16, --bf16, or --fp16 False for fp32",
     # malformed
-    "--show -1": "--show: -1 is too small; give a number of at least 0",
+    "--show -1": "--show: -1 is out of range; give a number of at least 0",
     "--show 3 --no_em_f1": "--show: has no effect without EM and F1; leave it out, or set EM_F1=True",
     "--train_size x": "--train_size: invalid value: 'x', expected a whole number or all; see --help",
     "--train_size": "--train_size: expected one argument",
@@ -142,7 +142,10 @@ MISTAKES = {
     "--train_sampling_strategy group_by_length": "--train_sampling_strategy: group_by_length would group differently "
     "after a resume and on other numbers of ranks; use --padding none --attention sdpa, which leaves out all padding",
     "--eval_strategy often": "--eval_strategy: invalid choice: 'often'",
-    "--train-size -3": "--train-size: -3 is too small; give a whole number of at least 1",
+    "--train-size -3": "--train-size: -3 is out of range; give a number of at least 1",
+    "WEIGHT_DECAY=nan": "WEIGHT_DECAY: nan is out of range; give a number of at least 0",
+    "--adam_beta1 4": "--adam_beta1: 4.0 is out of range; give a number of at least 0 and below 1",
+    "--seed 4294967296": "--seed: 4294967296 is out of range; give a number of at least 0 and below 4294967296",
     "--learning_rate nan": "--learning_rate: nan is out of range; give a number above 0",
     "TRAIN_SIZE=many": "TRAIN_SIZE: invalid value: 'many', expected a whole number or all; correct or unset",
     "FP16=maybe": "FP16: Truthy value expected: got maybe",
@@ -179,6 +182,23 @@ def test_a_mistake_is_one_line_with_a_remedy(words, gpu, monkeypatch, refusal):
     line = refusal(parse, *flags)
     assert line.startswith(f"error: {MISTAKES[words]}")
     assert "hf_canary" not in line
+
+
+NUMBERS = [flag for flag, action in actions_by_flag(build_parser("")).items() if action.type in (int, float)]
+LEGAL = {"-1": ("max_steps", "local_rank", "save_total_limit"), "0": ("max_grad_norm", "show"), "0.1": ("save_steps",)}
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_no_number_is_negative_infinite_or_huge(flag, refusal):
+    for number in ("nan", "inf", "1e300", "-1e300", "9" * 400, "-3"):
+        if (flag, number) != ("save_total_limit", "-3"):
+            assert refusal(parse, f"--{flag}={number}").startswith(f"error: --{flag}: ")
+
+
+def test_numbers_that_mean_no_limit_or_none_are_legal():
+    for number, flags in LEGAL.items():
+        parse(*(f"--{flag}={number}" for flag in flags))
+    assert trainer_flags(parse("--save_total_limit=-1"))["save_total_limit"] == 0
 
 
 def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(monkeypatch, refusal):

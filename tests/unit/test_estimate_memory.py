@@ -208,7 +208,7 @@ def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpus", "0"], "error: --gpus: 0 is too small; give a number above 0"),
+        (["--gpus", "0"], "error: --gpus: 0 is out of range; give a number of at least 1"),
         (["--gpu", "3"], "error: --gpu: unknown flag; did you mean --gpus?"),
         (["--deepspeed", "nope.json"], "error: nope.json: No such file or directory; "),
         (["--optim", "adafactor"], "error: --optim: adafactor cannot be estimated, only "),
