@@ -8,12 +8,15 @@ from reporting.definitions import TableDefinition
 from reporting.metrics import Cell, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, Run
 
-# Settings that may differ between comparable runs, such as paths. Data size and precision are compared separately.
+# Settings that may differ between comparable runs, such as paths. Data size, precision and optimizer are compared
+# separately.
 NOT_TRAITS = {
     *("output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"),
     *("train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"),
     *("report_to", "local_rank", "optim", "ddp_timeout"),
 }
+# DeepSpeed's own optimizers compute AdamW, too. So a run with offload is comparable to one without
+ADAMW = {"FusedAdam", "DeepSpeedCPUAdam"}
 
 
 @dataclass
@@ -72,6 +75,9 @@ def traits(run: Run) -> dict[str, str]:
     by_flags = "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32"
     audited = record.knobs.get("precision")
     found["precision"] = str(audited.effective) if audited else by_flags
+    if optimizer := record.knobs.get("optimizer"):
+        kind = str(optimizer.effective).partition(" (")[0]  # such as AdamW (torch, fused)
+        found["optimizer"] = "AdamW" if kind in ADAMW else kind
     per_gpu = settings.samples_per_gpu
     found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.train_size} in all"
     found["hardware"] = str(record.hardware.gpu or record.hardware.cpu)
