@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from config import DEFAULTS_OF_TRANSFORMERS
 from reporting.definitions import TableDefinition
 from reporting.metrics import Cell, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, Run
@@ -15,8 +16,8 @@ NOT_TRAITS = {
     *("train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"),
     *("report_to", "local_rank", "optim", "ddp_timeout"),
 }
-# DeepSpeed's own optimizers compute AdamW, too. So a run with offload is comparable to one without
-ADAMW = {"FusedAdam", "DeepSpeedCPUAdam"}
+# Other names of AdamW: values of --optim, and DeepSpeed's own classes. So a run with offload compares to one without
+ADAMW = {"adamw_torch_fused", "adamw_torch", "FusedAdam", "DeepSpeedCPUAdam"}
 
 
 @dataclass
@@ -75,9 +76,10 @@ def traits(run: Run) -> dict[str, str]:
     by_flags = "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32"
     audited = record.knobs.get("precision")
     found["precision"] = str(audited.effective) if audited else by_flags
-    if optimizer := record.knobs.get("optimizer"):
-        kind = str(optimizer.effective).partition(" (")[0]  # such as AdamW (torch, fused)
-        found["optimizer"] = "AdamW" if kind in ADAMW else kind
+    audited = record.knobs.get("optimizer")
+    by_flags = dict(settings).get("optim", DEFAULTS_OF_TRANSFORMERS["optim"])
+    optimizer = str(audited.effective if audited else by_flags).partition(" (")[0]  # such as AdamW (torch, fused)
+    found["optimizer"] = "AdamW" if optimizer in ADAMW else optimizer
     per_gpu = settings.samples_per_gpu
     found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.train_size} in all"
     found["hardware"] = str(record.hardware.gpu or record.hardware.cpu)

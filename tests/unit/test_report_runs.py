@@ -275,12 +275,16 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
 # --- comparisons
 
 
+def uses_optimizer(name: str) -> dict:
+    return {"knobs__optimizer": {"requested": name, "effective": name}}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"settings__labels": "answer"}, "labels answer, others sequence"),
         ({"knobs__precision__effective": "fp32"}, "precision fp32, others bf16"),
-        ({"knobs__optimizer__effective": "Adafactor (transformers)"}, "optimizer Adafactor, others AdamW"),
+        (uses_optimizer("Adafactor (transformers)"), "optimizer Adafactor, others AdamW"),
         ({"git__dirty": True}, "commit 82e46aa937 with changes, others 82e46aa937"),
         ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
     ],
@@ -288,7 +292,7 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
 def test_a_run_that_does_not_compare_is_marked(tmp_path, change, said):
     for job, stage in (("1", "zero_1"), ("2", "zero_2"), ("3", "zero_3")):
         # DeepSpeed's own AdamW is the same algorithm
-        own = {"knobs__optimizer__effective": "DeepSpeedCPUAdam (deepspeed)"} if job == "3" else {}
+        own = uses_optimizer("DeepSpeedCPUAdam (deepspeed)") if job == "3" else {}
         add_run(tmp_path, f"deepspeed-single-gpu/{stage}", job, **(change if job == "2" else own))
     rows = [row for row in table(tmp_path, TABLE).rows if row.run]
     assert [row.status for row in rows] == ["completed", "completed, not comparable", "completed"]
