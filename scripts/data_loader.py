@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from shared.json_files import read_bytes
 
 PROMPT = "Question: {question} Context: {context} Answer:"
 BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
+ANCHOR = AFTER_CONTEXT.strip()  # a text before an answer
 MAX_ANSWER_TOKENS = 32
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
-# Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
-ROWS_VERSION = 6
+# The code that makes rows. It belongs to the keys of the caches, so that a change of the code has an effect
+CODE = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("data_loader.py", "read_questions.py"))
 
 
 def load_squad(
@@ -161,9 +163,15 @@ def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "
         print_notes("\n".join(notes))
     arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
     options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
-    key = hashlib.sha256(read_bytes(path, READABLE) + options.encode())
+    key = read_bytes(path, READABLE) + options.encode()
     with loading_errors(flag, path):
-        return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
+        rows = Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=short_hash(key + CODE))
+    rows._fingerprint = short_hash(key)  # see tokenise
+    return rows
+
+
+def short_hash(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()[:16]
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
@@ -172,13 +180,25 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: Da
     The result is cached. The cache key contains everything that the result depends on.
     """
     max_length, labels = data_args.max_length, data_args.labels
-    key = (ROWS_VERSION, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)
-    return dataset.map(
+    # Only checkpoints of 2.0.0 need the number: 2.0.0 used 6, and had other tokens with rules such as Llama-2's
+    number = 6 if tokenise_answers(["a"], tokenizer) == tokenise_texts([" a"], tokenizer) else 7
+    key = repr((number, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)).encode()
+    rows = dataset.map(
         lambda batch: tokenise_batch(batch, tokenizer, max_length, labels),
         batched=True,
-        new_fingerprint=hashlib.sha256(repr(key).encode()).hexdigest()[:16],
+        new_fingerprint=short_hash(key + CODE),
         desc="Tokenising",
     )
+    rows._fingerprint = short_hash(key)  # checkpoints of 2.0.0 contain this hash, which does not depend on the code
+    return rows
+
+
+def tokens_hash(rows: Dataset) -> str:
+    """Return a hash of the tokens and labels of all rows, which identifies the data of a training."""
+    digest = hashlib.sha256()
+    for batch in rows.select_columns(["input_ids", "labels"]).iter(1000):
+        digest.update(repr((batch["input_ids"], batch["labels"])).encode())
+    return digest.hexdigest()[:16]
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -248,7 +268,18 @@ def decode(tokens: Any, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def tokenise_answers(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the tokens of answers as they follow a prompt, without EOS."""
-    return tokenise_texts([f" {answer.strip()}" for answer in answers], tokenizer)
+    return tokenise_continuations([f" {answer.strip()}" for answer in answers], tokenizer)
+
+
+def tokenise_continuations(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of texts as they follow another text.
+
+    The rules of some tokenizers, such as Llama-2's, put a blank before a text. Each of these texts already begins with
+    one, so the first token of a text that is tokenised by itself would be a lone blank.
+    """
+    (before, *rows) = tokenise_texts([ANCHOR, *(ANCHOR + text for text in texts)], tokenizer)
+    alone = tokenise_texts(texts, tokenizer)  # for tokenizers that join the anchor with the text
+    return [row[len(before) :] if row[: len(before)] == before else own for row, own in zip(rows, alone, strict=True)]
 
 
 def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -275,7 +306,8 @@ def answer_limit(questions: Dataset, tokenizer: PreTrainedTokenizerBase, max_len
 
 def frame_context(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt before its context, and those after it."""
-    before, after = tokenise_texts([BEFORE_CONTEXT.format(question=question), AFTER_CONTEXT], tokenizer)
+    (before,) = tokenise_texts([BEFORE_CONTEXT.format(question=question)], tokenizer)
+    (after,) = tokenise_continuations([AFTER_CONTEXT], tokenizer)
     return leading_tokens(tokenizer) + before, after
 
 

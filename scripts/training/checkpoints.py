@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
+from data_loader import tokens_hash
 from distributed.collectives import print_once, rank, wait_for_all_ranks
 from distributed.strategy import BY_NAME
 from model import share_weights
@@ -241,7 +242,8 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
         "save_strategy": trainer.save_strategy,
         "settings": defining | {"global_batch": global_batch},
         "config": flatten_keys(settings.deepspeed_config or settings.fsdp_config or {}),
-        "data": train_dataset._fingerprint,
+        "data": train_dataset._fingerprint,  # 2.0.0 compares it
+        "tokens": tokens_hash(train_dataset),
     }
     return json.loads(json.dumps(content, default=str))  # the form that reading the marker returns
 
@@ -258,7 +260,8 @@ def check_same_training(folder: str, identity: dict) -> None:
     now = compared_values(identity, with_ranks)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
-    if not differences and saved["data"] != identity["data"]:
+    same_data = "tokens" if "tokens" in saved else "data"
+    if not differences and saved[same_data] != identity[same_data]:
         differences = ["the training questions or their tokens differ"]
     if differences:
         what = f"is of another training: {', '.join(differences)}"

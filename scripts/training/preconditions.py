@@ -145,9 +145,7 @@ def check_temporary_folder(args: TrainingArguments) -> None:
 # 2. Disk space for the checkpoints
 
 
-def check_room(
-    output_dir: str, settings: Settings, meta_model: PreTrainedModel, strategy: Strategy, keep: int
-) -> None:
+def check_room(output_dir: str, settings: Settings, meta_model: PreTrainedModel, strategy: Strategy, keep: int) -> None:
     """Raise WorkshopError (exit code 3) if the disk has too little space for the checkpoints and the model.
 
     meta_model: the model without memory for its weights. keep: number of checkpoints to keep (--save_total_limit), 0

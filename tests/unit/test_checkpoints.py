@@ -232,7 +232,7 @@ def test_a_knob_that_is_younger_than_the_checkpoint_had_its_default():
 def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):
     flags = ("--samples_per_gpu", "20")
     folder = save_marker(*flags, *TWO_RANKS, ranks=2, strategy="DDP")
-    changed = make_run(*flags)[1] | {"data": "others"}
+    changed = make_run(*flags)[1] | {"tokens": "others"}
     line = refusal(check_same_training, folder, changed, code=4)
     assert line.endswith("; with SAMPLES_PER_GPU the ranks decide on the questions; start 2 rank(s)")
 
@@ -263,6 +263,13 @@ def test_effects_of_other_ranks_are_named():
 def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refusal):
     folder = save_marker()
     others = make_run(tokens=TOKENS | {"labels": [[1, 2, 4], [4, 5]]})[1]
+    assert "the training questions or their tokens differ" in refusal(check_same_training, folder, others, code=4)
+    # A checkpoint of 2.0.0 has no hash of the tokens, but one of everything that they depended on
+    marker = Path(folder, CHECKPOINT_MARKER)
+    marker.write_text(
+        json.dumps({name: value for name, value in json.loads(marker.read_text()).items() if name != "tokens"})
+    )
+    check_same_training(folder, others | {"data": make_run()[1]["data"]})
     assert "the training questions or their tokens differ" in refusal(check_same_training, folder, others, code=4)
     changed = make_run()[1] | {"config": {"zero_optimization.stage": 2}}
     line = refusal(check_same_training, folder, changed, code=4)

@@ -1,8 +1,10 @@
 """SQuAD files: the README describes the bundled file correctly, and messages give the place of an error in a file."""
 
 import copy
+import inspect
 import json
 import re
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import data_loader
-from config import DataArguments
+from config import IGNORED, DataArguments
 from data_loader import (
     UNANSWERABLE,
     load_from_hub,
@@ -21,6 +23,7 @@ from data_loader import (
     read_questions,
     resolve_size,
     tokenise_batch,
+    tokens_hash,
 )
 from helpers import REPOSITORY
 from shared import hub
@@ -230,6 +233,29 @@ def test_subsets_depend_only_on_the_seed(sample, tiny_tokenizer):
     assert one[1] != other[1]
     assert ids(seed=1) == ids(seed=2, data_seed=1) == one
     assert ids(10, seed=1) == (one[0][:10], one[1])
+
+
+def test_edited_code_has_an_effect_and_only_other_tokens_are_another_training(sample, tiny_tokenizer, monkeypatch):
+    """The caches hold the rows of earlier code. Removing EOS from the labels must show another loss."""
+
+    def load() -> datasets.Dataset:
+        arguments = DataArguments(dataset=str(sample), train_size=32, max_length=128)
+        return load_squad(arguments, tiny_tokenizer, training())[0]
+
+    first = load()
+    assert inspect.getsource(data_loader).encode() in data_loader.CODE
+    assert inspect.getsource(sys.modules["read_questions"]).encode() in data_loader.CODE
+    monkeypatch.setattr(data_loader, "CODE", data_loader.CODE + b"# a comment")
+    assert tokens_hash(load()) == tokens_hash(first)
+    assert load()._fingerprint == first._fingerprint == "32efa64feb24e3dd", "checkpoints of 2.0.0 have this hash"
+
+    def edited(batch: dict, *how: object) -> dict:
+        return tokenise_batch(batch, *how) | {"labels": [[IGNORED]] * len(batch["question"])}
+
+    monkeypatch.setattr(data_loader, "tokenise_batch", edited)
+    monkeypatch.setattr(data_loader, "CODE", data_loader.CODE + b"other labels")
+    assert load()["labels"][0] == [IGNORED]
+    assert tokens_hash(load()) != tokens_hash(first)
 
 
 # The Hub. tests/integration/test_offline.py loads squad from the Hub, and tests runs without network and cache

@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from config import IGNORED, DataArguments, ModelArguments
@@ -53,6 +53,36 @@ def unigram():
     trained.train_from_iterator([CONTEXT, *BATCH["question"], "Question: Context: Answer: html </p>"], trainer)
     trained.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=trained, **tokens)
+
+
+@pytest.fixture
+def llama_2():
+    """A tokenizer with the rules of Llama-2 and Mistral: a blank before each text, and no division into words."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    trained.decoder = decoders.Sequence(steps)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    words = f"{CONTEXT} Question: What do nodes talk over? Context: Answer: How many each eight".split()
+    trained.train_from_iterator(words, trainer)
+    trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=trained, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(("name", "changed"), [("tiny_tokenizer", False), ("unigram", False), ("llama_2", True)])
+def test_an_answer_has_the_tokens_that_it_has_in_one_text_with_its_prompt(name, changed, request):
+    """With Llama-2's rules, an answer that is tokenised by itself begins with a lone blank. 2.0.0 trained on it."""
+    tokenizer = request.getfixturevalue(name)
+    for max_length in (512, 96):  # the second one cuts the context
+        rows = tokenise_batch(BATCH, tokenizer, max_length, "answer")
+        for ids, length, answers in zip(rows["input_ids"], rows["prompt_length"], BATCH["answers"], strict=True):
+            prompt = tokenizer.decode(ids[:length], skip_special_tokens=True)
+            assert prompt.endswith(" Answer:") and not prompt.endswith("  Answer:")
+            assert [*ids[:length][-4:], *ids[length:-1]] == tokenizer(f"{prompt} {answers[0]}")["input_ids"][
+                length - 4 :
+            ]
+    alone = tokenizer(" a fast network", add_special_tokens=False)["input_ids"]
+    assert (alone != [token for token in rows["labels"][0][:-1] if token != IGNORED]) == changed
 
 
 @pytest.fixture(params=["tiny_tokenizer", "llama"])
