@@ -68,6 +68,8 @@ BF16 = ["--bf16", "True"]
 CHUNKED = ["--loss", "chunked"]
 LORA = ["--lora_rank", "8"]
 CHECKPOINTED = ["--activation_checkpointing"]
+LONG = "long_questions.jsonl"
+WITHOUT_PADDING = ["--padding", "none", "--attention", "sdpa", "--dataset", LONG]
 ONE_MICRO_BATCH = ["--gradient_accumulation_steps", "1"]
 STRATEGIES = {
     "DDP": [],
@@ -114,6 +116,14 @@ def rows() -> dict[str, Row]:
     found["llama, bf16, LoRA, chunked loss"] = Row([*BF16, *LORA, *CHUNKED], 1, "llama")
     for strategy in ("DDP", "ZeRO-1", "ZeRO-3", "FULL_SHARD"):
         found[f"bloom, bf16, LoRA, {strategy}"] = Row([*BF16, *LORA, *STRATEGIES[strategy]], 2)
+    for strategy in ("ZeRO-3", "FULL_SHARD"):
+        flags = [*BF16, *LORA, *CHECKPOINTED, *STRATEGIES[strategy]]
+        found[f"bloom, bf16, LoRA, checkpointing, {strategy}"] = Row(flags, 2)
+    for name, precision in (("fp32", FP32), ("bf16", BF16)):
+        for model in ("custom-gpt", "llama"):  # the head of custom-gpt is tied to the embedding
+            found[f"{model}, {name}, tensor parallel"] = Row([*precision, "--tensor_parallel", "2"], 2, model)
+    for model in ("bloom", "llama"):
+        found[f"{model}, bf16, without padding"] = Row([*BF16, *WITHOUT_PADDING], 1, model)
     found["bloom, bf16, ZeRO-3, checkpointing"] = Row([*BF16, *STRATEGIES["ZeRO-3"], *CHECKPOINTED], 2)
     return found
 
@@ -158,10 +168,17 @@ def save(results: dict) -> None:
 
 
 def make_models(folder: Path, *names: str) -> None:
-    """Write the config and tokenizer of the named models. custom-gpt needs no files."""
+    """Write the config and tokenizer of the named models, and questions whose rows all have --max_length tokens.
+
+    custom-gpt needs no files.
+    """
     for name in names:
         if name in MODELS:
             make_model_folder(folder / name, MODELS[name], TOKENS)
+    passages = json.loads(SAMPLE.read_text())["data"][0]["paragraphs"]
+    text = " ".join(passage["context"] for passage in passages)
+    rows = [{"context": text, "question": f"What is {number}?", "answer": text[:500]} for number in range(100)]
+    (folder / LONG).write_text("\n".join(map(json.dumps, rows)))
 
 
 def read_results() -> dict:
@@ -177,6 +194,7 @@ def train(folder: Path, row: Row) -> dict[str, float]:
     words += ["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4", "--eval_strategy", "no"]
     words += ["--save_strategy", "no", "--use_cpu"]
     words += [str(REPOSITORY / word) if word.endswith(".json") else word for word in row.flags]
+    words += ["--eval_dataset", LONG] if LONG in words else []
     launched = row.ranks if row.ranks > 1 else 0
     output, record = run_training(folder, [__file__, "--child", *words], launched)
     parts = predicted_parts(record, python=MemoryPart("Python, libraries", 0))

@@ -106,6 +106,9 @@ def apply_tensor_parallel(model: Any, tensor_parallel: int, fsdp_config: dict | 
     model.tie_weights()
     model.config.distributed_config = config
     model.to(device)
+    embedding = model.get_input_embeddings().weight
+    # PyTorch computes the gradient of a cut embedding whole, on each rank. Keep only this rank's part
+    embedding.register_hook(lambda gradient: gradient.redistribute(placements=embedding.placements))
     if shards > 1:
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         for unit in (*blocks, model):

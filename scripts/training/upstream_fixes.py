@@ -119,6 +119,11 @@ FIXES = (
         "gradients of replicated_with_grad_allreduce are summed once per step, not in each micro batch",
     ),
     Fix(
+        "distributed/tensor_parallel.py::apply_tensor_parallel",
+        "torch==2.13.0",
+        "the gradient of an embedding that is a DTensor is cut as its weight",
+    ),
+    Fix(
         "distributed/process_group.py::bind_device",
         "torch==2.13.0",
         "torch.cuda.device_count() is 0 with a driver that is too old, even after an import of deepspeed; and, for "

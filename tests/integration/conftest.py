@@ -26,6 +26,7 @@ def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     sizes = {"model_type": "qwen2", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     bench.write("my-qwen/config.json", json.dumps(sizes | {"tie_word_embeddings": True}))
+    bench.write("my-llama/config.json", json.dumps(sizes | {"model_type": "llama"}))  # its output layer has own weights
     # A Mixtral, in which 2 of 4 experts compute each token
     sizes |= {"model_type": "mixtral", "num_local_experts": 4}
     bench.write("my-mixtral/config.json", json.dumps(sizes))

@@ -100,7 +100,8 @@ CUSTOM = {
     "gpt_zero3": deepspeed("zero3", variables=GPT),
 }
 # The ranks of a tensor group process the same questions, so BATCH_SIZE counts the questions of a group
-ONE_GROUP = GPT | {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
+ONE_BATCH = {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
+ONE_GROUP = GPT | ONE_BATCH
 SMALL_GROUPS = {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
 TWO_GROUPS = GPT | SMALL_GROUPS
 TENSOR_PARALLEL = {
@@ -113,6 +114,7 @@ QWENS = {
     "qwen_plain": Run(variables=QWEN),
     "qwen_tp2_fsdp2": replace(TENSOR_PARALLEL["tp2_fsdp2"], variables=QWEN | SMALL_GROUPS),
 }
+UNTIED = {"llama_tp2": Run(2, ("--tensor_parallel", "2"), QWEN | {"MODEL_NAME": "./my-llama"} | ONE_BATCH)}
 MOE = QWEN | {"MODEL_NAME": "./my-mixtral"}
 EXPERTS = {"moe_plain": Run(variables=MOE), "moe_zero3": deepspeed("zero3", variables=MOE)}
 # fp16 is the default on GPUs. On this CPU it is several times slower than fp32, so the runs are shorter. `make
@@ -178,11 +180,23 @@ OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS | EXPERTS
+RUNS = (
+    STRATEGIES
+    | SDPA
+    | CHUNKED
+    | COMPILED
+    | LABELS
+    | OTHER_BATCHES
+    | CUSTOM
+    | TENSOR_PARALLEL
+    | QWENS
+    | UNTIED
+    | EXPERTS
+)
 RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16 | LORA_OTHER_MODELS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 # Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16
-HELD = [*STRATEGIES, *CHUNKED, *LORA, *LORA_BF16, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]
+HELD = [*STRATEGIES, *CHUNKED, *LORA, *LORA_BF16, *TENSOR_PARALLEL, *UNTIED, "bf16_zero2", "bf16_full_shard", *LARGE]
 
 
 def uses(*names: str):
