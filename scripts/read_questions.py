@@ -11,8 +11,10 @@ answer `[]`, or `true` in a column is_impossible, means that the passage does no
 Each row is used, is empty, or cannot be used for a reason. The reasons are listed, and no row is lost without one.
 """
 
+import contextlib
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,10 +199,13 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
     """Read a CSV or TSV file. Row 1 has the names of the columns.
 
     A cell between quotes can contain line ends. So a cell whose quote is not closed swallows the following rows, until
-    another quote. Such a row is listed, and reading continues with the line after its first one.
+    another quote. If each line of a row is a usable row by itself, the row is such a cell: it is listed, and reading
+    continues with the line after its first one.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    lines = [line + "\n" for line in text.removesuffix("\n").split("\n")]
+    # Programs for the Macintosh end a row with a carriage return, and may have line feeds in cells
+    end = "\r" if "\r" in text.partition("\n")[0].rstrip("\r") else "\n"
+    lines = [line + end for line in text.removesuffix(end).split(end)]
     first = 0
     delimiter = max(",;\t|", key=lines[0].count)
     if lines[0].lower().startswith("sep="):  # Excel's own way to name the delimiter
@@ -217,12 +222,10 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             chosen = choose_columns(path, names, columns)
         elif names:
-            row = Row(f"row {number}", name_cells(cells, names, delimiter))
-            further = [next_row([line], 0, delimiter)[0] for line in lines[first + 1 : first + count]]
-            if swallows_rows(row, [name_cells(each, names, delimiter) for each in further], chosen):
-                row = Row(row.place, RowError("a quote at the beginning of a cell is not closed"))
+            if count > 1 and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
+                cells = RowError("a quote at the beginning of a cell is not closed")
                 count = 1
-            rows.append(row)
+            rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
     return chosen, rows
 
@@ -251,20 +254,15 @@ def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) ->
     return named
 
 
-def swallows_rows(row: Row, further: list, chosen: Columns) -> bool:
-    """Return whether the further lines of a row look like rows. further: their cells, as `name_cells` returns them.
-
-    A line of a long passage can have the same number of cells by chance. So in a usable row, it must be usable, too.
-    """
-    like_rows = [Row(row.place, cells) for cells in further if isinstance(cells, dict)]
-    return any(is_usable(line, chosen) or not is_usable(row, chosen) for line in like_rows)
-
-
-def is_usable(row: Row, chosen: Columns) -> bool:
-    try:
-        return row.cells is not None and bool(check_row(row, chosen))
-    except RowError:
-        return False
+def is_row(line: str, names: list[str], delimiter: str, chosen: Columns) -> bool:
+    """Return whether a line is a usable row by itself, without its one unpaired quotation mark."""
+    # In a quoted cell a mark is doubled, so marks of a pair of their own are in runs of even length
+    unpaired = [run.start() for run in re.finditer(r'(?<!")"(?:"")*(?!")', line)]
+    for text in [line, *(line[:mark] + line[mark + 1 :] for mark in unpaired)]:
+        with contextlib.suppress(RowError):
+            cells = next_row([text], 0, delimiter)[0]
+            return bool(check_row(Row("", name_cells(cells, names, delimiter)), chosen))
+    return False
 
 
 def choose_columns(path: str, names: list[str], given: str | None) -> Columns:
