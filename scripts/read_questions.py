@@ -35,13 +35,6 @@ USUAL_NAMES = {
 IDS = ("id", "qid", "question_id")
 SHOWN = 10  # rows at most, in a list of rows that cannot be used
 FORMATS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
-# Formats that Python's standard library cannot read, with what to do
-EXPORTS = {
-    ".xlsx": "export the sheet as CSV (UTF-8)",
-    ".xls": "export the sheet as CSV (UTF-8)",
-    ".ods": "export the sheet as CSV (UTF-8)",
-    ".parquet": "convert it: pandas.read_parquet(...).to_json('questions.jsonl', orient='records', lines=True)",
-}
 IMPOSSIBLE = "is_impossible"
 TRUTH = {"true": True, "1": True, "false": False, "0": False, "": None}  # cells of a column is_impossible
 
@@ -148,17 +141,14 @@ def shorten_list(entries: list[str]) -> str:
 def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
     """Return the columns and all rows of a file."""
     kind = Path(path).suffix.lower()
-    if kind in EXPORTS:
-        raise WorkshopError(path, f"is a {kind} file, which is not read", EXPORTS[kind])
-    raw = read_bytes(path, READABLE)
-    text = decode(path, raw)
+    text = decode(path, read_bytes(path, READABLE))
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
-        lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
+        lines = re.split(r"\r\n?|\n", text)  # splitlines would also split inside texts, at U+2028
         rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
     else:
-        content: Any = parse_json(path, raw, "is the file complete?")
+        content: Any = parse_json(path, text, "is the file complete?")
         listed = content if isinstance(content, list) else require(path, "", content, "data", list)
         if any(isinstance(each, dict) and "paragraphs" in each for each in listed) or not listed:
             return SQUAD, list(read_squad(path, listed))

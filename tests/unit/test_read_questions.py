@@ -39,9 +39,13 @@ TABLES = {
     "tabs": ("t.tsv", f"passage\tquery\tlabel\r\n{CONTEXT}\tHow many?\teight\r\n"),
     "a blank line first": ("t.csv", f'\n{NAMES}"{CONTEXT}",How many?,eight\n'),
     "no line end": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight'),
+    "carriage returns": ("t.csv", f"{NAMES}{CONTEXT},How many?,eight\n".replace("\n", "\r")),
+    "UTF-16, as PowerShell writes it": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight\r\n'.encode("utf-16")),
+    "JSON in UTF-16": ("t.json", json.dumps([ROW], indent=2).encode("utf-16")),
     "JSON Lines": ("t.jsonl", lines(ROW)),
     "JSON Lines by another name": ("t.json", lines(ROW, ROW)),
     "a JSON list": ("t.json", json.dumps([ROW], indent=2)),
+    "JSON Lines with carriage returns": ("t.json", lines(ROW, ROW).replace("\n", "\r")),
     "rows of the Hub": (
         "t.json",
         json.dumps({"data": [HUB_ROW]}),
@@ -221,15 +225,21 @@ REFUSED = {
     "not UTF-8": ("t.csv", f"{NAMES}Zürich,,".encode("latin-1"), None, "t.csv: is not UTF-8 ("),
     "a spreadsheet": (
         "t.xlsx",
-        "PK",
+        b"PK\x03\x04\x14\x00\xff",
         None,
-        "t.xlsx: is a .xlsx file, which is not read; export the sheet as CSV (UTF-8)",
+        "t.xlsx: is a workbook (.xlsx, .ods) or a zip file; export the sheet as CSV (UTF-8), or",
     ),
-    "parquet": (
-        "t.parquet",
-        "PAR1",
+    "an old spreadsheet": (
+        "t.xls",
+        b"\xd0\xcf\x11\xe0",
         None,
-        "t.parquet: is a .parquet file, which is not read; convert it: pandas.read_",
+        "t.xls: is an old or encrypted Office file, such as .xls; ",
+    ),
+    "parquet by another name": (
+        "t.csv",
+        b"PAR1\x15\xff",
+        None,
+        "t.csv: is a parquet file; convert it: pandas.read_",
     ),
     "no rows": (
         "t.csv",
@@ -246,6 +256,7 @@ REFUSED = {
     ),
     "too few columns": (
         "t.jsonl",
+    "a truncated UTF-16": ("t.csv", NAMES.encode("utf-16")[:-1], None, "t.csv: is not UTF-8 ('utf-16"),
         lines(ROW),
         "context,answer",
         "TABLE_COLUMNS: 'context,answer' names 2 columns; name",
@@ -258,6 +269,8 @@ REFUSED = {
     ),
     "unusual columns": (
         "t.csv",
+    "gzip": ("t.jsonl.gz", b"\x1f\x8b\x08\x00", None, "t.jsonl.gz: is a gzip file; unpack it with gunzip"),
+    "a PDF file": ("t.json", b"%PDF-1.7\n%\xe2\xe3", None, "t.json: is a PDF file; save its text (UTF-8)"),
         "a,b\n1,2\n",
         None,
         "t.csv: none of its columns (a, b) has a usual name for the context",
