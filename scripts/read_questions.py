@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import WorkshopError, did_you_mean
+from shared.errors import HALF_CHARACTER, WorkshopError, did_you_mean
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
 
 # The reference answer if the passage does not answer the question (SQuAD v2.0)
@@ -303,12 +303,10 @@ def check_row(row: Row, chosen: Columns) -> dict:
     says_so = impossible or (impossible is None and any(column == [] for column in in_columns))
     if not answers and not says_so:
         raise RowError("the answer is empty (if the passage does not answer the question, write [] or is_impossible)")
-    return {
-        "id": next((str(cells[name]) for name in IDS if cells.get(name)), row.place),
-        "question": question,
-        "context": context,
-        "answers": answers or [UNANSWERABLE],
-    }
+    identifier = next((str(cells[name]) for name in IDS if cells.get(name)), row.place)
+    if half := HALF_CHARACTER.search("\n".join([identifier, question, context, *answers])):
+        raise RowError(f"a text has {half[0]!a}, which is only a half of a character")
+    return {"id": identifier, "question": question, "context": context, "answers": answers or [UNANSWERABLE]}
 
 
 def read_text(cells: dict[str, Any], column: str) -> str:

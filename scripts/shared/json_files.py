@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import WorkshopError
+from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.files import read_file, replace_file
 
 # Files that are not text: the first bytes, the format, and what to do
@@ -78,7 +78,7 @@ def is_json_lines(text: str) -> bool:
 
 
 def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Model:
-    """Read a JSON file into a pydantic model.
+    """Read a JSON file into a pydantic model. A half of a character becomes U+FFFD.
 
     kind: name of the file's format, for the error.
 
@@ -86,7 +86,8 @@ def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Mode
     """
     try:
         content = json.loads(read_file(path), parse_int=number, parse_float=number, parse_constant=number)
-        return model.model_validate(content)
+        text = HALF_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", json.dumps(content, ensure_ascii=False))
+        return model.model_validate(json.loads(text))
     except OSError as error:
         raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
     except ValidationError as error:

@@ -103,6 +103,11 @@ FAULTS = {
     "is_impossible is true, but there is an answer": [ROW | {"is_impossible": True}],
     "is not an object with columns": [3, ["eight"]],
     "is not JSON (": ['{"context": "cut', "no JSON", "{'context': 'quotes of Python'}"],
+    "a text has '\\ud83d', which is only a half of a character": [
+        *(ROW | {name: f"{ROW[name]} \ud83d"} for name in ("context", "question")),
+        ROW | {"context": "a \ud83d", "answer": "\ud83d"},
+        ROW | {"id": "\ud83d"},
+    ],
 }
 
 
