@@ -78,8 +78,8 @@ def choose_part(questions: list[dict], part: str) -> Iterator[dict]:
             yield question
 
 
-def read_file(path: str, columns: str | None = None, skip: bool = False) -> tuple[list[dict], list[str]]:
-    """Return all questions of a file (id, question, context, answers), checked, and lines for the log.
+def read_file(path: str, columns: str | None = None, skip: bool = False) -> tuple[list[dict], list[str], list[str]]:
+    """Return all questions of a file (id, question, context, answers), checked, lines for the log, and unusable rows.
 
     columns: names of the columns for context, question and answers, separated by commas, if a table has other names
     than usual. skip: leave out the rows that cannot be used. Otherwise they raise WorkshopError (exit code 2), which
@@ -120,7 +120,7 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> tupl
         notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
     if unusable:
         notes.append(f"left out: {shorten_list(unusable)}")
-    return list(found.values()), notes
+    return list(found.values()), notes, unusable
 
 
 def merge_answers(answers: list[str], others: list[str]) -> None:
@@ -213,8 +213,7 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
             chosen = choose_columns(path, names, columns)
         elif names:
             if count > 1 and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
-                cells = RowError("a quote at the beginning of a cell is not closed")
-                count = 1
+                cells, count = RowError("a quote at the beginning of a cell is not closed"), 1
             rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
     return chosen, rows
