@@ -27,6 +27,7 @@ MAX_ANSWER_TOKENS = 32
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 # The code that makes rows. It belongs to the keys of the caches, so that a change of the code has an effect
 CODE = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("data_loader.py", "read_questions.py"))
+LEFT_OUT: dict[str, list[str]] = {}  # file -> place and reason of each row that BAD_ROWS=skip has left out
 
 
 def load_squad(
@@ -155,7 +156,8 @@ def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "
     again.
     """
     columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
-    questions, notes = read_file(path, columns, skip)  # check all questions here, because here an error is one line
+    # Check all questions here, because here an error is one line
+    questions, notes, LEFT_OUT[path] = read_file(path, columns, skip)
     if not any(choose_part(questions, part)):
         remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
         raise WorkshopError(path, f"no question in its {part} passages", remedy)

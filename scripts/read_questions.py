@@ -11,13 +11,15 @@ answer `[]`, or `true` in a column is_impossible, means that the passage does no
 Each row is used, is empty, or cannot be used for a reason. The reasons are listed, and no row is lost without one.
 """
 
+import contextlib
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import WorkshopError, did_you_mean
+from shared.errors import HALF_CHARACTER, WorkshopError, did_you_mean
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
 
 # The reference answer if the passage does not answer the question (SQuAD v2.0)
@@ -33,13 +35,6 @@ USUAL_NAMES = {
 IDS = ("id", "qid", "question_id")
 SHOWN = 10  # rows at most, in a list of rows that cannot be used
 FORMATS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
-# Formats that Python's standard library cannot read, with what to do
-EXPORTS = {
-    ".xlsx": "export the sheet as CSV (UTF-8)",
-    ".xls": "export the sheet as CSV (UTF-8)",
-    ".ods": "export the sheet as CSV (UTF-8)",
-    ".parquet": "convert it: pandas.read_parquet(...).to_json('questions.jsonl', orient='records', lines=True)",
-}
 IMPOSSIBLE = "is_impossible"
 TRUTH = {"true": True, "1": True, "false": False, "0": False, "": None}  # cells of a column is_impossible
 
@@ -83,8 +78,8 @@ def choose_part(questions: list[dict], part: str) -> Iterator[dict]:
             yield question
 
 
-def read_file(path: str, columns: str | None = None, skip: bool = False) -> tuple[list[dict], list[str]]:
-    """Return all questions of a file (id, question, context, answers), checked, and lines for the log.
+def read_file(path: str, columns: str | None = None, skip: bool = False) -> tuple[list[dict], list[str], list[str]]:
+    """Return all questions of a file (id, question, context, answers), checked, lines for the log, and unusable rows.
 
     columns: names of the columns for context, question and answers, separated by commas, if a table has other names
     than usual. skip: leave out the rows that cannot be used. Otherwise they raise WorkshopError (exit code 2), which
@@ -125,7 +120,7 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> tupl
         notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
     if unusable:
         notes.append(f"left out: {shorten_list(unusable)}")
-    return list(found.values()), notes
+    return list(found.values()), notes, unusable
 
 
 def merge_answers(answers: list[str], others: list[str]) -> None:
@@ -146,17 +141,14 @@ def shorten_list(entries: list[str]) -> str:
 def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
     """Return the columns and all rows of a file."""
     kind = Path(path).suffix.lower()
-    if kind in EXPORTS:
-        raise WorkshopError(path, f"is a {kind} file, which is not read", EXPORTS[kind])
-    raw = read_bytes(path, READABLE)
-    text = decode(path, raw)
+    text = decode(path, read_bytes(path, READABLE))
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
-        lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
+        lines = re.split(r"\r\n?|\n", text)  # splitlines would also split inside texts, at U+2028
         rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
     else:
-        content: Any = parse_json(path, raw, "is the file complete?")
+        content: Any = parse_json(path, text, "is the file complete?")
         listed = content if isinstance(content, list) else require(path, "", content, "data", list)
         if any(isinstance(each, dict) and "paragraphs" in each for each in listed) or not listed:
             return SQUAD, list(read_squad(path, listed))
@@ -197,10 +189,13 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
     """Read a CSV or TSV file. Row 1 has the names of the columns.
 
     A cell between quotes can contain line ends. So a cell whose quote is not closed swallows the following rows, until
-    another quote. Such a row is listed, and reading continues with the line after its first one.
+    another quote. If each line of a row is a usable row by itself, the row is such a cell: it is listed, and reading
+    continues with the line after its first one.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    lines = [line + "\n" for line in text.removesuffix("\n").split("\n")]
+    # Programs for the Macintosh end a row with a carriage return, and may have line feeds in cells
+    end = "\r" if "\r" in text.partition("\n")[0].rstrip("\r") else "\n"
+    lines = [line + end for line in text.removesuffix(end).split(end)]
     first = 0
     delimiter = max(",;\t|", key=lines[0].count)
     if lines[0].lower().startswith("sep="):  # Excel's own way to name the delimiter
@@ -217,12 +212,9 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             chosen = choose_columns(path, names, columns)
         elif names:
-            row = Row(f"row {number}", name_cells(cells, names, delimiter))
-            further = [next_row([line], 0, delimiter)[0] for line in lines[first + 1 : first + count]]
-            if swallows_rows(row, [name_cells(each, names, delimiter) for each in further], chosen):
-                row = Row(row.place, RowError("a quote at the beginning of a cell is not closed"))
-                count = 1
-            rows.append(row)
+            if count > 1 and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
+                cells, count = RowError("a quote at the beginning of a cell is not closed"), 1
+            rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
     return chosen, rows
 
@@ -251,20 +243,15 @@ def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) ->
     return named
 
 
-def swallows_rows(row: Row, further: list, chosen: Columns) -> bool:
-    """Return whether the further lines of a row look like rows. further: their cells, as `name_cells` returns them.
-
-    A line of a long passage can have the same number of cells by chance. So in a usable row, it must be usable, too.
-    """
-    like_rows = [Row(row.place, cells) for cells in further if isinstance(cells, dict)]
-    return any(is_usable(line, chosen) or not is_usable(row, chosen) for line in like_rows)
-
-
-def is_usable(row: Row, chosen: Columns) -> bool:
-    try:
-        return row.cells is not None and bool(check_row(row, chosen))
-    except RowError:
-        return False
+def is_row(line: str, names: list[str], delimiter: str, chosen: Columns) -> bool:
+    """Return whether a line is a usable row by itself, without its one unpaired quotation mark."""
+    # In a quoted cell a mark is doubled, so marks of a pair of their own are in runs of even length
+    unpaired = [run.start() for run in re.finditer(r'(?<!")"(?:"")*(?!")', line)]
+    for text in [line, *(line[:mark] + line[mark + 1 :] for mark in unpaired)]:
+        with contextlib.suppress(RowError):
+            cells = next_row([text], 0, delimiter)[0]
+            return bool(check_row(Row("", name_cells(cells, names, delimiter)), chosen))
+    return False
 
 
 def choose_columns(path: str, names: list[str], given: str | None) -> Columns:
@@ -315,12 +302,10 @@ def check_row(row: Row, chosen: Columns) -> dict:
     says_so = impossible or (impossible is None and any(column == [] for column in in_columns))
     if not answers and not says_so:
         raise RowError("the answer is empty (if the passage does not answer the question, write [] or is_impossible)")
-    return {
-        "id": next((str(cells[name]) for name in IDS if cells.get(name)), row.place),
-        "question": question,
-        "context": context,
-        "answers": answers or [UNANSWERABLE],
-    }
+    identifier = next((str(cells[name]) for name in IDS if cells.get(name)), row.place)
+    if half := HALF_CHARACTER.search("\n".join([identifier, question, context, *answers])):
+        raise RowError(f"a text has {half[0]!a}, which is only a half of a character")
+    return {"id": identifier, "question": question, "context": context, "answers": answers or [UNANSWERABLE]}
 
 
 def read_text(cells: dict[str, Any], column: str) -> str:

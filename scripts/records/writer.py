@@ -28,7 +28,8 @@ from records.schema import (
     read_training,
     write_record,
 )
-from shared.errors import WorkshopError, cannot_be_written, whole_number
+from shared.errors import WorkshopError, cannot_be_written, one_line, whole_number
+from shared.files import replace_file
 
 
 @contextlib.contextmanager
@@ -176,6 +177,17 @@ class RunRecord:
             write_record(self.path, record)
         except OSError as error:
             raise cannot_be_written(self.path, error) from error
+
+    def list_left_out(self, rows: list[str]) -> None:
+        """Write results/<job_id>_left_out.txt with one line for each row of the questions that the run does not use."""
+        path = self.path.with_name(f"{self.path.stem}_left_out.txt")
+        try:
+            path.unlink(missing_ok=True)  # of an earlier run with this job id
+            if rows:
+                replace_file(path, "".join(f"{one_line(row)}\n" for row in rows))
+                print(f"rows left out: {len(rows)}, all listed in {path}", flush=True)
+        except OSError as error:
+            raise cannot_be_written(path, error) from error
 
     def refuse_to_overwrite(self) -> None:
         """Raise WorkshopError (exit code 2) if this run would overwrite the result of a finished run."""

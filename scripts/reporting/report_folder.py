@@ -67,7 +67,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
             if all_runs
             else "Each row shows the latest completed run of its experiment that is comparable with the other rows."
         )
-        index.write_text(render_page(tables, runs, plots, [summary, *compared]), encoding="utf-8")
+        index.write_text(render_page(tables, runs, plots, [summary, *compared]), encoding="utf-8", errors="replace")
         write_numbers(experiment_tables, output)
     except OSError as error:
         raise WorkshopError(
@@ -86,8 +86,8 @@ def write_tables(tables: list[Table], output: Path) -> dict[str, list[Plot]]:
         if table.has_runs:
             name = table.definition.id
             plots[name] = draw_plots(table)
-            (output / f"{name}.md").write_text(render_markdown(table), encoding="utf-8")
-            (output / f"{name}.csv").write_text(render_csv(table), encoding="utf-8")
+            (output / f"{name}.md").write_text(render_markdown(table), encoding="utf-8", errors="replace")
+            (output / f"{name}.csv").write_text(render_csv(table), encoding="utf-8", errors="replace")
     return plots
 
 

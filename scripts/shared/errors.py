@@ -35,6 +35,9 @@ STOPPED = 75
 STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 # Seconds for which the other ranks wait while rank 0 reports an error and its launcher ends them
 SECONDS_FOR_RANK_0 = 10
+# A half of a character (a lone surrogate), which UTF-8 cannot encode. JSON can have one as an escape such as \ud83d. In
+# a flag, Python reads bytes that are not UTF-8 as such halves
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class WorkshopError(Exception):
@@ -134,6 +137,11 @@ class OneLineErrors(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs |= {"usage": argparse.SUPPRESS, "allow_abbrev": False}
         super().__init__(*args, **kwargs)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if HALF_CHARACTER.search(arg_string):
+            raise argparse.ArgumentError(action, f"{arg_string!a:.80} is not UTF-8")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """Turn argparse's ``argument --x/--y: reason`` into a WorkshopError."""

@@ -24,7 +24,7 @@ def replace_file(path: Path, text: str) -> None:
     """Replace the file in one step, so that no reader sees a part of it. Raises OSError if it cannot be written."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="replace")
         temporary.replace(path)
     except OSError:  # remove the partial file that a full disk leaves
         temporary.unlink(missing_ok=True)

@@ -8,9 +8,23 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import WorkshopError
+from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.files import read_file, replace_file
 
+# Files that are not text: the first bytes, the format, and what to do
+NOT_TEXT = {
+    b"PK\x03\x04": ("a workbook (.xlsx, .ods) or a zip file", "export the sheet as CSV (UTF-8), or unpack the file"),
+    b"\xd0\xcf\x11\xe0": ("an old or encrypted Office file, such as .xls", "export the sheet as CSV (UTF-8)"),
+    b"PAR1": (
+        "a parquet file",
+        "convert it: pandas.read_parquet(...).to_json('questions.jsonl', orient='records', lines=True)",
+    ),
+    b"%PDF": ("a PDF file", "save its text (UTF-8)"),
+    b"\x1f\x8b": ("a gzip file", "unpack it with gunzip"),
+    b"BZh": ("a bzip2 file", "unpack it with bunzip2"),
+    b"\xfd7zXZ": ("an xz file", "unpack it with unxz"),
+    b"\x28\xb5\x2f\xfd": ("a zstd file", "unpack it with unzstd"),
+}
 LARGEST = 1e100  # a larger number overflows in arithmetic
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -20,7 +34,7 @@ def read_json(path: str | Path, remedy: str = "see ds_configs/ and fsdp_configs/
 
     remedy: advice for the user if the file is missing or does not hold a JSON object.
     """
-    content = parse_json(path, read_bytes(path, remedy), "correct the JSON")
+    content = parse_json(path, decode(path, read_bytes(path, remedy)), "correct the JSON")
     if not isinstance(content, dict):
         raise WorkshopError(path, "is not a JSON object", remedy)
     return content
@@ -35,17 +49,23 @@ def read_bytes(path: str | Path, remedy: str) -> bytes:
 
 
 def decode(path: str | Path, raw: bytes) -> str:
-    """Return the text of a file. Raises WorkshopError (exit code 2) if it is not UTF-8."""
+    """Return the text of a file in UTF-8, or in UTF-16, as PowerShell writes it.
+
+    The first bytes show the encoding. Raises WorkshopError (exit code 2) for a file with another content. If its first
+    bytes are those of a known format, the error names this format.
+    """
     try:
-        return raw.decode("utf-8-sig")  # Excel writes a byte order mark first
+        return raw.decode(json.detect_encoding(raw))  # Excel's byte order mark is not a part of the text
     except UnicodeDecodeError as error:
-        remedy = f"convert it to UTF-8, for example with iconv -f latin1 -t utf-8 {path}"
-        raise WorkshopError(path, f"is not UTF-8 ({error})", remedy) from error
+        kind, remedy = next(
+            (entry for beginning, entry in NOT_TEXT.items() if raw.startswith(beginning)),
+            (f"not UTF-8 ({error})", f"convert it to UTF-8, for example with iconv -f latin1 -t utf-8 {path}"),
+        )
+        raise WorkshopError(path, f"is {kind}", remedy) from error
 
 
-def parse_json(path: str | Path, raw: bytes, remedy: str) -> object:
+def parse_json(path: str | Path, text: str, remedy: str) -> object:
     """Parse the content of a JSON file. Raises WorkshopError (exit code 2) with line and column of the error."""
-    text = decode(path, raw)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
@@ -54,11 +74,11 @@ def parse_json(path: str | Path, raw: bytes, remedy: str) -> object:
 
 def is_json_lines(text: str) -> bool:
     """Return whether a text has one JSON object per line: two objects without a comma between them."""
-    return re.search(r"\}\s*\n\s*\{", text) is not None
+    return re.search(r"\}\s*[\r\n]\s*\{", text) is not None
 
 
 def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Model:
-    """Read a JSON file into a pydantic model.
+    """Read a JSON file into a pydantic model. A half of a character becomes U+FFFD.
 
     kind: name of the file's format, for the error.
 
@@ -66,7 +86,8 @@ def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Mode
     """
     try:
         content = json.loads(read_file(path), parse_int=number, parse_float=number, parse_constant=number)
-        return model.model_validate(content)
+        text = HALF_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", json.dumps(content, ensure_ascii=False))
+        return model.model_validate(json.loads(text))
     except OSError as error:
         raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
     except ValidationError as error:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from data_loader import LEFT_OUT
 from distributed import watchdog
-from distributed.collectives import broadcast_from_rank_0, print_once, world_size
+from distributed.collectives import broadcast_from_rank_0, print_once, rank, world_size
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment
@@ -104,6 +105,8 @@ class Run:
                 self.record.refuse_to_overwrite()  # again: another run may have ended just before this run had the lock
             self.start_record()
             watchdog.before_exit(self.record.close_as_hung)
+            if rank() == 0:
+                self.record.list_left_out([f"{path}: {row}" for path, rows in LEFT_OUT.items() for row in rows])
             prepare_trackers(self.args, self.job_id)
             self.flops = model_flops(self.meta_model, self.settings.data.max_length, self.record)
             self.peak = matmul_peak(DTYPES[self.settings.precision], self.args.device)

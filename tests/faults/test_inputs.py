@@ -114,17 +114,25 @@ def test_deepspeed_compiles_its_optimizer_without_torch_adam(bench: Bench, tmp_p
     assert (tmp_path / "works").exists()
 
 
-def test_texts_without_blanks_are_truncated_and_counted(bench: Bench):
-    """For example, Chinese text has no blanks."""
+def test_long_texts_are_counted_and_all_rows_that_were_left_out_are_listed(bench: Bench):
+    """Chinese text has no blanks. Both parts have rows that cannot be used, and the log has only the first of them."""
     paragraphs = []
     for number in range(10):
         answer = {"text": str(number), "answer_start": 0}
         question = {"id": str(number), "question": "What is it?", "answers": [answer]}
         paragraphs.append({"context": f"{number}分布式训练把模型放到多个处理器上。" * 40, "qas": [question]})
+    paragraphs.append({"context": "a", "qas": [{"question": "Where?", "answers": ["nowhere"]}] * 12})
     bench.write("a.json", json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}))
-    ended = bench.run("--dataset", "a.json", MAX_LENGTH=128)
+    text = paragraphs[0]["context"]
+    bench.write("b.csv", f"context,question,answer\n{text},What?,0\n{text},What is it?,0\n{text},Where?,nowhere\n")
+    ended = bench.run("--dataset", "a.json", "--eval_dataset", "b.csv", MAX_LENGTH=128, BAD_ROWS="skip")
     assert ended.record["questions_cut"] == {"train": 4, "eval": 2}
     assert "4 of 4 training questions were cut to --max_length" in ended.out
+    assert "rows left out: 13, all listed in results/7_left_out.txt\n" in ended.out
+    listed = [*(f"a.json: data[0].paragraphs[10].qas[{number}]" for number in range(12)), "b.csv: row 4"]
+    assert (ended.folder / "results/7_left_out.txt").read_text() == "".join(
+        f"{place}: the passage does not contain the answer 'nowhere'\n" for place in listed
+    )
 
 
 def update_json(path, **values: object) -> None:

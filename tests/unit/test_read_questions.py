@@ -1,8 +1,9 @@
 """Tests of question files: every format is read, and each row of a table is used, empty, or listed with its reason."""
 
+import csv
+import io
 import json
 import random
-import re
 
 import pytest
 
@@ -38,9 +39,13 @@ TABLES = {
     "Excel's line for the delimiter": ("t.csv", f"sep=;\r\nContext;Question;Answer\r\n{CONTEXT};How many?;eight\r\n"),
     "tabs": ("t.tsv", f"passage\tquery\tlabel\r\n{CONTEXT}\tHow many?\teight\r\n"),
     "a blank line first": ("t.csv", f'\n{NAMES}"{CONTEXT}",How many?,eight\n'),
+    "carriage returns": ("t.csv", f"{NAMES}{CONTEXT},How many?,eight\n".replace("\n", "\r")),
+    "UTF-16, as PowerShell writes it": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight\r\n'.encode("utf-16")),
+    "JSON in UTF-16": ("t.json", json.dumps([ROW], indent=2).encode("utf-16")),
     "no line end": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight'),
     "JSON Lines": ("t.jsonl", lines(ROW)),
     "JSON Lines by another name": ("t.json", lines(ROW, ROW)),
+    "JSON Lines with carriage returns": ("t.json", lines(ROW, ROW).replace("\n", "\r")),
     "a JSON list": ("t.json", json.dumps([ROW], indent=2)),
     "rows of the Hub": (
         "t.json",
@@ -51,7 +56,7 @@ TABLES = {
 
 @pytest.mark.parametrize(("name", "content"), TABLES.values(), ids=TABLES)
 def test_a_table_becomes_questions(written, name, content):
-    (question,), _ = read_file(written(name, content))
+    (question,), *_ = read_file(written(name, content))
     assert (question["context"], question["question"], question["answers"]) == (CONTEXT, "How many?", ["eight"])
 
 
@@ -64,7 +69,7 @@ def test_several_answers_and_no_answer(written):
         ROW | {"question": "Who?", "answer": []},
         {"context": CONTEXT, "question": "When?", "is_impossible": True},
     ]
-    questions, _ = read_file(written("t.json", json.dumps(rows)))
+    questions, *_ = read_file(written("t.json", json.dumps(rows)))
     assert [row["id"] for row in questions] == ["7", "row 2", "row 3", "row 5", "row 6"]
     expected = [["eight", "eight GPUs"], ["a fast network", "network"], ["Nodes", "node"]]
     assert [row["answers"] for row in questions] == [*expected, [UNANSWERABLE], [UNANSWERABLE]]
@@ -72,7 +77,7 @@ def test_several_answers_and_no_answer(written):
 
 def test_columns_with_other_names(written):
     path = written("t.csv", f"text,q,a1,a2,is_impossible\n{CONTEXT},How many?,eight,GPUs,\n{CONTEXT},Who?,,,TRUE\n")
-    questions, notes = read_file(path, "text, q, a1, a2")
+    questions, notes, _ = read_file(path, "text, q, a1, a2")
     assert [row["answers"] for row in questions] == [["eight", "GPUs"], [UNANSWERABLE]]
     assert notes == ["columns of t.csv: text, q, a1 + a2"]
 
@@ -98,6 +103,11 @@ FAULTS = {
     "is_impossible is 'false', expected true or false": [ROW | {"is_impossible": "false"}],
     "is_impossible is true, but there is an answer": [ROW | {"is_impossible": True}],
     "is not an object with columns": [3, ["eight"]],
+    "a text has '\\ud83d', which is only a half of a character": [
+        *(ROW | {name: f"{ROW[name]} \ud83d"} for name in ("context", "question")),
+        ROW | {"context": "a \ud83d", "answer": "\ud83d"},
+        ROW | {"id": "\ud83d"},
+    ],
     "is not JSON (": ['{"context": "cut', "no JSON", "{'context': 'quotes of Python'}"],
 }
 
@@ -113,7 +123,7 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
         assert error.endswith("; correct them, or leave them out with BAD_ROWS=skip")
         for place, (reason, _) in enumerate(part, 2):
             assert f"line {place}: {reason}" in error
-        questions, notes = read_file(path, skip=True)
+        questions, notes, _ = read_file(path, skip=True)
         assert [row["question"] for row in questions] == ["How many?", "Last?"]
         assert f"rows of t.jsonl: 2 used, {len(part)} left out, 0 empty" in notes
     path = written("t.jsonl", lines(ROW, ROW, faulty[0][1]))
@@ -124,7 +134,7 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
 
 def test_rows_that_contradict_each_other_cannot_be_used(written):
     rows = [ROW, ROW | {"answer": []}]
-    (question,), notes = read_file(written("t.jsonl", lines(*rows)), skip=True)
+    (question,), notes, _ = read_file(written("t.jsonl", lines(*rows)), skip=True)
     assert question["answers"] == ["eight"]
     assert notes[-1].startswith("left out: line 2: the question is also in another row, and only one of the rows has")
 
@@ -134,13 +144,12 @@ def test_cells_that_mean_no_answer(written):
     path = written(
         "t.csv", "context,question,answer,Is_Impossible\nx = [],One?,[],\nx = [],Two?,,TRUE\nx = [],Three?,x,\n"
     )
-    questions, _ = read_file(path)
+    questions, *_ = read_file(path)
     assert [row["answers"] for row in questions] == [[UNANSWERABLE], [UNANSWERABLE], ["x"]]
 
 
-def left_out(notes: list[str]) -> list[str]:
-    """Return the places of the rows that were left out."""
-    return re.findall(r"((?:row|line) \d+): ", notes[-1])
+def places(unusable: list[str]) -> list[str]:
+    return [row.partition(": ")[0] for row in unusable]
 
 
 def test_a_quote_that_is_not_closed_costs_only_its_own_row(written):
@@ -149,25 +158,47 @@ def test_a_quote_that_is_not_closed_costs_only_its_own_row(written):
     for broken in (0, 20, 179):
         content = ["context\tquestion\tanswer", *rows]
         content[broken + 1] = f'"{content[broken + 1]}'
-        questions, notes = read_file(written("t.tsv", "\n".join(content)), skip=True)
-        assert (len(questions), left_out(notes)) == (179, [f"row {broken + 2}"])
+        questions, _, unusable = read_file(written("t.tsv", "\n".join(content)), skip=True)
+        assert (len(questions), places(unusable)) == (179, [f"row {broken + 2}"])
     # Here the quote is closed in the same column of a later row
     three = [f'"{CONTEXT}\tOne?\teight', f"{CONTEXT}\tTwo?\teight", f'{CONTEXT} 5"\tThree?\teight']
-    questions, notes = read_file(written("t.tsv", "\n".join(["context\tquestion\tanswer", *three])), skip=True)
-    assert ([row["question"] for row in questions], left_out(notes)) == (["Two?", "Three?"], ["row 2"])
+    questions, _, unusable = read_file(written("t.tsv", "\n".join(["context\tquestion\tanswer", *three])), skip=True)
+    assert ([row["question"] for row in questions], places(unusable)) == (["Two?", "Three?"], ["row 2"])
 
 
 def test_texts_with_line_ends_commas_and_brackets_stay_whole(written):
     context = 'It has "quotes", commas,\r\nlines,\n\nand a list: [2, 3].'
     quoted = context.replace('"', '""')
     path = written("t.csv", f'{NAMES}"{quoted}",What?,"[2, 3]"\r\n"{quoted}",Which?,"quotes"\r\n')
-    questions, _ = read_file(path)
+    questions, *_ = read_file(path)
     assert [(row["context"], row["answers"]) for row in questions] == [(context, ["[2, 3]"]), (context, ["quotes"])]
     separator = "before\u2028after"
-    (question,), _ = read_file(
+    (question,), *_ = read_file(
         written("t.jsonl", json.dumps(ROW | {"context": f"{separator} eight"}, ensure_ascii=False))
     )
     assert separator in question["context"]
+
+
+WORDS = ["one", "two", "three", "alpha", "beta", '"quoted"', "a, b", "c; d", "5\t6", '"', ",", "[2, 3]"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_passages_of_several_lines_come_back_whole(written, seed):
+    """The last line of such a passage can be a usable row by itself, as can the first one in the last column."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(100):
+        parts = [" ".join(draw.choices(WORDS, k=draw.randrange(9))) for _ in range(draw.randint(1, 5))]
+        parts[draw.randrange(len(parts))] += f" eight {number}"
+        rows.append({"context": "\n".join(parts), "question": f"Question {number}?", "answer": f"eight {number}"})
+    faulty = draw.randrange(100)
+    rows[faulty]["answer"] = "nowhere"
+    table = io.StringIO()
+    columns = draw.sample([*ROW], 3)
+    csv.writer(table, delimiter=draw.choice(",;\t")).writerows([columns, *([row[n] for n in columns] for row in rows)])
+    questions, _, unusable = read_file(written("t.csv", table.getvalue()), skip=True)
+    assert [row["context"] for row in questions] == [row["context"] for row in rows if row is not rows[faulty]]
+    assert unusable == [f"row {faulty + 2}: the passage does not contain the answer 'nowhere'"]
 
 
 def spoil(row: str, kind: str) -> str:
@@ -202,35 +233,44 @@ KINDS += ("empty answer", "empty row", "blank line")
 @pytest.mark.promise("your own model and data: from a table to a model that answers")
 @pytest.mark.parametrize("seed", range(20))
 def test_random_faults_lose_no_row(written, seed):
-    """All other rows of the table are used, and the numbers of the rows add up."""
+    """All other rows of the table are used, and each row with a fault is named with its own number."""
     draw = random.Random(seed)
     rows = [f'"{CONTEXT} {number}, {number}","Question {number}?","eight"' for number in range(200)]
     faulty = {place: draw.choice(KINDS) for place in draw.sample(range(200), 25)}
     content = [spoil(row, faulty[place]) if place in faulty else row for place, row in enumerate(rows)]
-    questions, notes = read_file(written("t.csv", NAMES + "\n".join(content) + "\n"), skip=True)
+    questions, notes, unusable = read_file(written("t.csv", NAMES + "\n".join(content) + "\n"), skip=True)
     good = {f"Question {place}?" for place in range(200) if place not in faulty}
     assert {row["question"] for row in questions} == good
-    used, unusable, empty = map(int, re.search(r"(\d+) used, (\d+) left out, (\d+) empty", notes[1]).groups())
-    assert used + unusable + empty == 200
-    assert empty == sum(kind in ("empty row", "blank line") for kind in faulty.values())
+    named = [f"row {place + 2}" for place in sorted(faulty) if faulty[place] not in ("empty row", "blank line")]
+    assert places(unusable) == named
+    assert notes[1] == f"rows of t.csv: 175 used, {len(named)} left out, {25 - len(named)} empty"
 
 
 # Files that are refused
 
 REFUSED = {
     "not UTF-8": ("t.csv", f"{NAMES}Zürich,,".encode("latin-1"), None, "t.csv: is not UTF-8 ("),
+    "a truncated UTF-16": ("t.csv", NAMES.encode("utf-16")[:-1], None, "t.csv: is not UTF-8 ('utf-16"),
     "a spreadsheet": (
         "t.xlsx",
-        "PK",
+        b"PK\x03\x04\x14\x00\xff",
         None,
-        "t.xlsx: is a .xlsx file, which is not read; export the sheet as CSV (UTF-8)",
+        "t.xlsx: is a workbook (.xlsx, .ods) or a zip file; export the sheet as CSV (UTF-8), or",
     ),
-    "parquet": (
-        "t.parquet",
-        "PAR1",
+    "an old spreadsheet": (
+        "t.xls",
+        b"\xd0\xcf\x11\xe0",
         None,
-        "t.parquet: is a .parquet file, which is not read; convert it: pandas.read_",
+        "t.xls: is an old or encrypted Office file, such as .xls; ",
     ),
+    "parquet by another name": (
+        "t.csv",
+        b"PAR1\x15\xff",
+        None,
+        "t.csv: is a parquet file; convert it: pandas.read_",
+    ),
+    "gzip": ("t.jsonl.gz", b"\x1f\x8b\x08\x00", None, "t.jsonl.gz: is a gzip file; unpack it with gunzip"),
+    "a PDF file": ("t.json", b"%PDF-1.7\n%\xe2\xe3", None, "t.json: is a PDF file; save its text (UTF-8)"),
     "no rows": (
         "t.csv",
         NAMES,
