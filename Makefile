@@ -48,11 +48,11 @@ constraints: | $(BIN)/pip
 	  --universal --python-version 3.11 --fork-strategy fewest --no-annotate --custom-compile-command 'make constraints' \
 	  $(addprefix --no-emit-package cuda-,bindings pathfinder toolkit) --output-file constraints.txt -
 
-# Lint and unit tests in parallel, two to three minutes
+# Lint and unit tests in parallel (CONTRIBUTING.md has the times)
 quick: .venv/installed-dev
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 
-# All tests; small mistakes fail in the first minute
+# All tests; small mistakes fail first
 test: quick full
 
 unit: .venv/installed-dev
@@ -71,7 +71,7 @@ test-experiments: .venv/installed-dev
 test-faults: .venv/installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadscope -m faults tests
 
-# A real pretrained model learns real questions, in about ten minutes; skipped without its files (data/README.md)
+# A real pretrained model learns real questions; skipped without its files (data/README.md)
 test-real: .venv/installed-dev
 	$(BIN)/python -m pytest -rs tests/real
 

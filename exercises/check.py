@@ -335,7 +335,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def check_gather(exercise: ModuleType, rank: int) -> None:
     linear, layer, flat = make_sharded(exercise, rank)
     whole = layer.whole
-    inputs = torch.randn(3, 4)
+    inputs = torch.randn(3, 4, requires_grad=True)
     with watched_collectives():
         outputs = layer.forward(inputs)
     check_parts_and_whole(layer, flat, rank, whole)
@@ -344,9 +344,20 @@ def check_gather(exercise: ModuleType, rank: int) -> None:
         "the outputs differ from those of the layer in one process; before self.compute(inputs), self.whole must hold "
         "the parts of all ranks in the order of the ranks"
     )
+    assert outputs.requires_grad, (
+        "autograd does not know how the outputs were computed, so the layer would get no gradient; leave out .detach() "
+        "and torch.no_grad()"
+    )
     assert not has_memory(whole), (
         f"after forward() the rank still holds the whole layer, {whole.nbytes} bytes; free self.whole when the outputs "
         "are computed"
+    )
+    exercise.allocate(whole)
+    whole.data.copy_(2 * flat)  # the backward pass must use these weights, not those of the forward pass
+    gradients = torch.autograd.grad(outputs.sum(), [inputs, whole], allow_unused=True)
+    assert gradients[1] is not None and torch.allclose(gradients[0], 2 * linear.weight), (
+        "the outputs were computed with a copy of self.whole or with its .data, so the backward pass would not use "
+        "self.whole; compute them with self.compute(inputs)"
     )
 
 

@@ -1,7 +1,7 @@
 """The five collectives of data-parallel training. For each one, print what the ranks hold before and after.
 
-    torchrun --nproc_per_node=2 exercises/collectives.py
-    torchrun --nproc_per_node=4 exercises/collectives.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/collectives.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/collectives.py
 
 This runs on any laptop, with gloo. The page docs/collectives.md shows the collectives as pictures.
 """

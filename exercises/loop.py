@@ -1,12 +1,13 @@
 """Fine-tuning without the Trainer: the loop that `trainer.train()` runs, in one file to read from top to bottom.
 
-    python exercises/loop.py                                                                             # one process
-    torchrun --nproc_per_node=2 exercises/loop.py                                                        # DDP
-    torchrun --nproc_per_node=2 exercises/loop.py --deepspeed ds_configs/zero2.json                      # ZeRO
-    torchrun --nproc_per_node=2 exercises/loop.py --fsdp --fsdp_config fsdp_configs/full_shard.json      # FSDP2
+    python exercises/loop.py                                                                           # one process
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/loop.py                                    # DDP
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/loop.py --deepspeed ds_configs/zero2.json  # ZeRO
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/loop.py --fsdp                             # FSDP2
 
-The losses equal those of scripts/train.py, with the same flags, variables and config files. But this file saves
-nothing, and ignores the flags of other features, such as LoRA. docs/training-loop.md says what the Trainer adds.
+The losses equal those of scripts/train.py, with the same flags, variables and config files. This file saves nothing. It
+rejects each flag and variable that it does not support but that could change a loss, such as LORA_RANK.
+docs/training-loop.md says what the Trainer adds.
 """
 
 import sys
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from config import IGNORED
+from config import CUSTOM_SIZES, IGNORED
 from data_loader import collator, load_squad
 from distributed.collectives import print_once
 from distributed.ds_config import check_contradictions, check_ds_config
@@ -41,6 +42,30 @@ from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.settings import Settings
 from settings.trainer_flags import training_arguments
+
+SUPPORTED = (  # flags that work as in scripts/train.py
+    *("model_name", "from_scratch", "tokenizer_name", "attention", *CUSTOM_SIZES),
+    *("dataset", "eval_dataset", "table_columns", "bad_rows", "train_size", "eval_size", "samples_per_gpu"),
+    *("max_length", "labels", "seed", "data_seed", "num_train_epochs", "max_steps", "gradient_accumulation_steps"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "learning_rate", "warmup_steps"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("fp16", "bf16", "tf32", "use_cpu", "deepspeed", "fsdp", "fsdp_config"),
+)
+SUPPORTED_VALUES = {  # flags of which only some values are supported
+    "padding": ("max_length", "longest"),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "loss": ("full",),
+    "lora_rank": (0,),
+    "tensor_parallel": (1,),
+    **dict.fromkeys(("activation_checkpointing", "torch_compile", "profile"), (False,)),
+}
+WITHOUT_EFFECT = (  # flags that cannot change a loss, which are accepted and ignored
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "output_dir"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "enable_jit_checkpoint"),
+    *("em_f1", "em_f1_batch_size", "show", "report_to", "run_name", "project", "disable_tqdm"),
+    *("logging_strategy", "logging_first_step", "log_level", "log_level_replica", "log_on_each_node"),
+    *("include_num_input_tokens_seen", "skip_memory_metrics", "dataloader_num_workers", "ddp_timeout", "local_rank"),
+)
 
 
 def main() -> None:
@@ -58,7 +83,7 @@ def main() -> None:
 
     # 3. Model and optimizer. With ZeRO-3, each rank keeps only its shard of each weight
     model = load_model(settings.model, tokenizer, args.seed)
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(model, settings, args)
 
     # 4. The strategy. prepare() wraps the model in DDP, DeepSpeed or FSDP, and divides the batches among the ranks
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
@@ -67,6 +92,7 @@ def main() -> None:
     steps_per_epoch = ceil(len(train_loader) / args.gradient_accumulation_steps)
     last_step = args.max_steps if args.max_steps > 0 else ceil(args.num_train_epochs * steps_per_epoch)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(last_step), last_step)
+    logging_steps = ceil(args.logging_steps * (last_step if args.logging_steps < 1 else 1))  # may be a fraction
     print_once(f"{type(model).__name__}, ranks: {accelerator.num_processes}, steps: {last_step}")
 
     # 6. Training, with an evaluation after each epoch
@@ -77,7 +103,7 @@ def main() -> None:
         for micro_batches in optimizer_steps(train_loader, accelerator, args.gradient_accumulation_steps):
             losses.append(train_step(micro_batches, model, optimizer, schedule, accelerator, args.max_grad_norm))
             step += 1
-            if step % args.logging_steps == 0 or step == last_step:
+            if step % logging_steps == 0 or step == last_step:
                 print_once(f"step {step}: loss {accelerator.reduce(sum(losses)).item() / len(losses):.6f}")
                 losses = []
             if step == last_step:
@@ -125,7 +151,8 @@ def train_step(micro_batches, model, optimizer, schedule, accelerator, max_norm)
             # counts the tokens of all ranks, so multiply by this number first
             accelerator.backward(loss * accelerator.num_processes, **options)
         step_loss += loss.detach()
-    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    if max_norm > 0:
+        accelerator.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     if not accelerator.optimizer_step_was_skipped:  # fp16 skips a step whose gradients overflow
         schedule.step()
@@ -153,6 +180,7 @@ def count_labels(batch: dict) -> torch.Tensor:
 def start() -> tuple[Settings, TrainingArguments]:
     """Read flags, variables and the config file, and open the process group. TrainingArguments need no Trainer."""
     settings = parse_command_line(__doc__)
+    reject_unsupported(settings)
     deepspeed, fsdp = settings.trainer.deepspeed, settings.trainer.fsdp
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
@@ -173,6 +201,15 @@ def start() -> tuple[Settings, TrainingArguments]:
     return settings, args
 
 
+def reject_unsupported(settings: Settings) -> None:
+    """Raise WorkshopError (exit code 2) for a flag or variable that was given and could make the losses differ."""
+    for flag in sorted(settings.names.keys() - WITHOUT_EFFECT):
+        value = settings.flat()[flag]
+        if flag not in SUPPORTED and value not in SUPPORTED_VALUES.get(flag, ()):
+            what = f"exercises/loop.py does not support the value {value}"
+            raise settings.error(flag, what, "leave it out, or use scripts/train.py")
+
+
 def make_accelerator(settings: Settings, args: TrainingArguments) -> Accelerator:
     """Return the Accelerator with the plugin of the strategy. Several ranks without a plugin use DDP."""
     fsdp_plugin = None
@@ -187,19 +224,25 @@ def make_accelerator(settings: Settings, args: TrainingArguments) -> Accelerator
         deepspeed_plugin=args.deepspeed_plugin,
         fsdp_plugin=fsdp_plugin,
         parallelism_config=args.parallelism_config,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=args.seed if args.data_seed is None else args.data_seed
+        ),
     )
 
 
-def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer | DummyOptim:
+def make_optimizer(
+    model: torch.nn.Module, settings: Settings, args: TrainingArguments
+) -> torch.optim.Optimizer | DummyOptim:
     """Return AdamW, or a placeholder for the optimizer that a DeepSpeed config names."""
     if "optimizer" in (settings.deepspeed_config or {}):
         return DummyOptim(list(model.parameters()))  # under DeepSpeed, weight decay applies to every parameter
     decayed = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm"])  # all except biases and norms
-    groups = [{"params": [], "weight_decay": settings.other_flags["weight_decay"]}, {"params": [], "weight_decay": 0.0}]
+    groups = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         groups[name not in decayed]["params"].append(parameter)
-    return torch.optim.AdamW(groups, lr=settings.trainer.learning_rate, fused=True)
+    return torch.optim.AdamW(
+        groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon, fused=True
+    )
 
 
 if __name__ == "__main__":

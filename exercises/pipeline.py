@@ -1,11 +1,11 @@
 """Pipeline parallelism by hand, from one micro batch at a time to 1F1B. Fill in the six gaps, and check each one.
 
-    python exercises/check.py exercises/pipeline.py                          # which gaps are right
-    python exercises/pipeline.py                                             # one process: works from the start
-    torchrun --nproc_per_node=2 exercises/pipeline.py                        # two stages: works after gap 3
-    torchrun --nproc_per_node=4 exercises/pipeline.py --schedule gpipe       # works after gap 4
-    torchrun --nproc_per_node=4 exercises/pipeline.py --schedule 1f1b        # works after gaps 5 and 6
-    torchrun --nproc_per_node=4 exercises/pipeline.py --schedule 1f1b --library    # uses PyTorch's own stages
+    python exercises/check.py exercises/pipeline.py                                       # which gaps are right
+    python exercises/pipeline.py                                                          # works from the start
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/pipeline.py                   # works after gap 3
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/pipeline.py --schedule gpipe  # works after gap 4
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/pipeline.py --schedule 1f1b   # works after gaps 5 and 6
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/pipeline.py --schedule 1f1b --library
 
 A small GPT learns to count. Its layers are cut into stages, one for each rank. With every schedule the losses must be
 the same as in one process. The page docs/pipeline.md explains each gap.

@@ -1,9 +1,9 @@
 """ZeRO-3 (FSDP) by hand: each rank keeps a part of every layer. Fill in the four gaps, and check each one.
 
-    python exercises/check.py exercises/shard.py            # which gaps are right
-    python exercises/shard.py                               # one process: works from the start, without the gaps
-    torchrun --nproc_per_node=2 exercises/shard.py          # two processes: works after gap 4
-    torchrun --nproc_per_node=4 exercises/shard.py
+    python exercises/check.py exercises/shard.py                      # which gaps are right
+    python exercises/shard.py                                         # works from the start, without the gaps
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/shard.py  # works after gap 4
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/shard.py
 
 The network and the data are those of data_parallel.py, so one, two and four processes must compute the losses that
 data_parallel.py prints. At the end the program prints the bytes that rank 0 held and sent. The page docs/by-hand.md

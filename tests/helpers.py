@@ -1,4 +1,4 @@
-"""Paths of the repository, tiny settings and the files of a run, for all tests. bench.py starts the runs."""
+"""Paths of the repository, tiny settings and the files of a run, for all tests. workbench.py starts the runs."""
 
 import contextlib
 import importlib.util

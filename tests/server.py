@@ -1,6 +1,6 @@
 """Import PyTorch, transformers and train.py once, and fork for each run, which then starts in one second, not ten.
 
-    python tests/server.py FD      # `bench.Server` does this; FD: the server's end of a socket
+    python tests/server.py FD      # `workbench.Server` does this; FD: the server's end of a socket
 
 A request is one line of JSON, a `Request`. The answers are lines of JSON too: {"pid": n} after the fork, and
 {"ended": n, "code": c} after the end of the process. As in subprocess, c is negative for a signal.

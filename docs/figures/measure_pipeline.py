@@ -1,6 +1,6 @@
 """Run the solution of exercises/pipeline.py, and store in pipeline.json when each rank computed in the last step.
 
-torchrun --nproc_per_node=4 docs/figures/measure_pipeline.py gpipe      # and again with 1f1b
+OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 docs/figures/measure_pipeline.py gpipe      # and again with 1f1b
 """
 
 import json

@@ -1,6 +1,6 @@
 """Broken job 6: the GPU is nearly empty, but signal 9 kills the job.
 
-    torchrun --nproc_per_node=2 exercises/hangs/host_memory.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/hangs/host_memory.py
 
 All processes of the job together may use 1.5 GB of memory, in addition to PyTorch itself. On a cluster, Slurm enforces
 such a limit (`--mem`). In this exercise, a thread of each rank enforces it: it kills the rank when all ranks together

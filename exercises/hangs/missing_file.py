@@ -1,6 +1,6 @@
 """Broken job 4: the log says that a data file does not exist, but `ls` shows the file.
 
-    torchrun --nproc_per_node=2 exercises/hangs/missing_file.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/hangs/missing_file.py
 
 Here each rank represents a node with its own local disk, which is a folder in /tmp.
 """

@@ -1,6 +1,6 @@
 """Broken job 1: it prints one line, then nothing more.
 
-torchrun --nproc_per_node=2 exercises/hangs/skipped.py
+OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/hangs/skipped.py
 """
 
 import gc

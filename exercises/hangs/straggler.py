@@ -1,6 +1,6 @@
 """Broken job 5: it runs, but a step takes ten times as long as it should. Which rank is slow?
 
-torchrun --nproc_per_node=4 exercises/hangs/straggler.py
+OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/hangs/straggler.py
 """
 
 import platform

@@ -1,6 +1,6 @@
 """Run another script under the watchdog of train.py, which ends the script when no rank has made progress for 15 s.
 
-torchrun --nproc_per_node=2 exercises/hangs/watched.py exercises/hangs/skipped.py
+OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/hangs/watched.py exercises/hangs/skipped.py
 """
 
 import runpy

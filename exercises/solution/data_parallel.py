@@ -1,9 +1,9 @@
 """Data-parallel training by hand, from one process to ZeRO-1. Fill in the six gaps, and check each one.
 
-    python exercises/check.py                                                       # which gaps are right
-    python exercises/data_parallel.py                                               # one process: works from the start
-    torchrun --nproc_per_node=2 exercises/data_parallel.py          # two processes: works after gap 4
-    torchrun --nproc_per_node=2 exercises/data_parallel.py --zero1  # works after gap 6
+    python exercises/check.py                                                         # which gaps are right
+    python exercises/data_parallel.py                                                 # works from the start
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/data_parallel.py          # works after gap 4
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/data_parallel.py --zero1  # works after gap 6
 
 A small network learns to add eight numbers. One, two and four processes must compute the same losses, also with
 --zero1: sharing the work among ranks must not change the result. The page docs/by-hand.md explains each gap.

@@ -5,7 +5,7 @@ tensor of batch x heads x length x length, in each layer. Here one fused kernel 
 never stores all of them. BLOOM adds distances (alibi) and a mask to the scores. The kernel takes their sum as one
 tensor of that size, which is created once per forward pass and shared by all layers.
 
-This module is written for transformers 5.23 (models/bloom/modeling_bloom.py). Its BloomAttention ignores both
+This module is written for transformers 5.23 and 5.24 (models/bloom/modeling_bloom.py). Its BloomAttention ignores both
 attn_implementation="sdpa" and functions that are registered with AttentionInterface.
 """
 
@@ -90,13 +90,14 @@ def distances_and_mask(
     config: Any,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Any,
     layout: Layout = PADDED,
+    **cache: Any,
 ) -> torch.Tensor:
     """Return the tensor that BLOOM adds to the scores: (batch, heads, queries, keys), in the dtype of the attention.
 
     With another dtype, autocast or FSDP would cast the tensor again in each layer, and each layer would keep its copy
     for the backward pass. Without padding, all questions have the same tensor, and batch is 1.
+    cache: the keys and values of earlier tokens, named past_key_values, in transformers 5.24 named cache.
     """
     device = inputs_embeds.device
     dtype = inputs_embeds.dtype
@@ -104,9 +105,7 @@ def distances_and_mask(
         dtype = torch.get_autocast_dtype(device.type)
     if layout.rows is not None:
         inputs_embeds = inputs_embeds.new_empty(1, layout.rows.shape[1], 0)
-    mask: Any = create_causal_mask(
-        config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values
-    )
+    mask: Any = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
     if attention_mask is None:  # no padding
         attention_mask = torch.ones(len(inputs_embeds), mask.shape[-1], device=device)
     alibi = build_alibi_tensor(attention_mask, config.n_head, torch.float32)

@@ -143,6 +143,7 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
         padding. labels: (batch, tokens), not shifted. logits_to_keep: compute logits only for this number of last
         tokens; 0 for all tokens.
         """
+        past_key_values = kwargs.pop("cache", past_key_values)  # generate() of transformers 5.24 calls it cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         done = past_key_values.get_seq_length() if past_key_values is not None else 0

@@ -122,12 +122,30 @@ GATHER_AGAIN = """        allocate(self.whole)
         dist.all_gather_single(self.whole.data, self.part.data)
 
     def after_backward"""
+LINEAR = """        flat, numbers = {}, self.rows * self.columns
+        weight, bias = flat[:numbers].view(self.rows, self.columns), flat[numbers:][: self.rows]
+        outputs = nn.functional.linear(inputs, weight, bias)
+"""
+NO_AUTOGRAD = (
+    "autograd does not know how the outputs were computed, .*; leave out .detach\\(\\) and torch.no_grad\\(\\)"
+)
+COPIED = "the outputs were computed with a copy of self.whole or with its .data, .*; compute them with self.compute.*"
 NUMBERS = r"\[\d+.0, \d+.0, \d+.0\]"
 WRONG_SHARD = {
     "forgot to free": (
         "        free(self.whole)\n        return outputs\n", "        return outputs\n", "gap 2",
         r"after forward\(\) the rank still holds the whole layer, 24 bytes; "
         "free self.whole when the outputs are computed"),
+    "detached outputs": (
+        "        outputs = self.compute(inputs)\n", "        outputs = self.compute(inputs).detach()\n", "gap 2",
+        NO_AUTOGRAD),
+    "outputs without gradients": (
+        "        outputs = self.compute(inputs)\n",
+        "        with torch.no_grad():\n            outputs = self.compute(inputs)\n", "gap 2", NO_AUTOGRAD),
+    "computed with the data": (
+        "        outputs = self.compute(inputs)\n", LINEAR.format("self.whole.data"), "gap 2", COPIED),
+    "computed with a copy": (
+        "        outputs = self.compute(inputs)\n", LINEAR.format("self.whole.clone()"), "gap 2", COPIED),
     "freed the part": (
         "        free(self.whole)\n        return outputs\n", "        free(self.part)\n        return outputs\n",
         "gap 2",

@@ -37,5 +37,29 @@ def losses(name: str, loop: Finished) -> list[float]:
     return [float(loss) for loss in re.findall(rf"^step \d+: {name} (\S+)$", loop.out, re.MULTILINE)]
 
 
-def test_the_loop_rejects_a_mistyped_flag(bench):
-    bench.refuses("--learning_rat: unknown flag; did you mean --learning_rate?", "--learning_rat", "1e-3", script=LOOP)
+FLAGS = ("--data_seed", "7", "--max_grad_norm", "0", "--adam_beta1", "0.7", "--adam_beta2", "0.9")
+FLAGS += ("--adam_epsilon", "1e-3", "--warmup_steps", "0.2", "--lr_scheduler_type", "cosine", "--logging_steps", "0.3")
+
+
+def test_the_loop_obeys_flags_that_change_the_losses(train):
+    run = train("flags", *FLAGS)
+    loop = train("loop_flags", *FLAGS, "--save_strategy", "steps", script=LOOP)
+    assert losses("loss", loop) == pytest.approx(run.step_losses, abs=TOLERANCE, rel=0), loop
+    assert losses("eval_loss", loop) == pytest.approx(run.losses, abs=TOLERANCE, rel=0), loop
+
+
+UNSUPPORTED = "exercises/loop.py does not support the value ...; leave it out, or use scripts/train.py"
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "variables"),
+    [
+        ("--learning_rat: unknown flag; did you mean --learning_rate?", ["--learning_rat", "1e-3"], {}),
+        (f"--label_smoothing_factor: {UNSUPPORTED}", ["--label_smoothing_factor", "0.1"], {}),
+        (f"--lr_scheduler_type: {UNSUPPORTED}", ["--lr_scheduler_type", "greedy"], {}),
+        (f"PADDING: {UNSUPPORTED}", [], {"PADDING": "none", "ATTENTION": "sdpa"}),
+        (f"LORA_RANK: {UNSUPPORTED}", [], {"LORA_RANK": 8}),
+    ],
+)
+def test_the_loop_rejects_what_it_does_not_support(bench, line, words, variables):
+    bench.refuses(line, *words, script=LOOP, **variables)

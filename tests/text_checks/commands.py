@@ -79,8 +79,10 @@ def broken_rules(command: Command) -> list[str]:
         ),
         "does not begin with the number of ranks; begin with torchrun --nproc_per_node=<number>": torchrun
         and not re.search(r"torchrun --nproc_per_node=\d ", line),
-        "torchrun sets one thread and prints a warning; set OMP_NUM_THREADS in this page": torchrun
-        and "OMP_NUM_THREADS=" not in TEXTS[command.page],
+        "torchrun sets one thread and prints a warning; begin with OMP_NUM_THREADS=1": torchrun
+        and "OMP_NUM_THREADS" not in command.variables,
+        "would also slow down the jobs that follow; write OMP_NUM_THREADS before the command": words[0] == "export"
+        and "OMP_NUM_THREADS=" in line,
     }
     return [rule for rule, is_broken in broken.items() if is_broken]
 

@@ -61,13 +61,16 @@ def findings() -> Iterator[str]:
 
 
 def index() -> Iterator[str]:
-    """Check that `make pages` writes each experiment into the index, and that a section teaches it."""
-    text = read("experiments/README.md")
+    """Check that the index has a sentence of its own for each experiment, and a section teaches it."""
+    rows = dict(re.findall(r"submit\.sh (\S+)` \| (.+?)(?: It needs a GPU\.)? \|", read("experiments/README.md")))
     agendas = yaml.safe_load(read("experiments/agendas.yaml"))["sections"].values()
     taught = [family for group in agendas for entry in group.values() for family in entry.get("teaches", [])]
     for folder in map(experiment_folder, EXPERIMENT_SCRIPTS):
-        if f"submit.sh {folder}`" not in text:
+        if folder not in rows:
             yield f"experiments/README.md: has no row for {folder}; name its family in a block, and run make pages"
+        elif not rows[folder].endswith(".") or [*rows.values()].count(rows[folder]) > 1:
+            remedy = "begin the comment of its script with a sentence of its own that ends with a full stop"
+            yield f"experiments/README.md: describes {folder} by `{rows[folder]}`; {remedy}"
         if folder.split("/")[0] not in (*NOT_TAUGHT, *(family.split("/")[0] for family in taught)):
             yield f"experiments/agendas.yaml: no section teaches {folder}; write its family below a page's teaches"
 

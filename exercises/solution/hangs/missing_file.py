@@ -1,6 +1,6 @@
 """Repaired job 4. In the broken job, the log says that a data file does not exist, but `ls` shows the file.
 
-    torchrun --nproc_per_node=2 exercises/solution/hangs/missing_file.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/solution/hangs/missing_file.py
 
 Here each rank represents a node with its own local disk, which is a folder in /tmp.
 """

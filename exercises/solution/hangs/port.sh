@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 start_job() { # starts two ranks of the job NAME
   # --standalone: torchrun itself listens on a free port. A port that is only looked up may be taken before its use
-  torchrun --standalone --nproc-per-node=2 ../../hangs/hello.py "$1" &
+  OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 ../../hangs/hello.py "$1" &
 }
 
 start_job ada

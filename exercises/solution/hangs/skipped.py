@@ -1,6 +1,6 @@
 """Repaired job 1. The broken job prints one line, then nothing more.
 
-torchrun --nproc_per_node=2 exercises/solution/hangs/skipped.py
+OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/solution/hangs/skipped.py
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Repaired job 5. The broken job runs, but a step takes ten times as long as it should.
 
-torchrun --nproc_per_node=4 exercises/solution/hangs/straggler.py
+OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 exercises/solution/hangs/straggler.py
 """
 
 import time
