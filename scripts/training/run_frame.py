@@ -93,7 +93,7 @@ class Run:
         )
         if self.checkpoint:
             check_same_training(self.checkpoint, self.identity)
-        check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit)
+        check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit or 0)
         if data.em_f1:
             self.unfair_questions = check_references(tokenizer, eval_dataset, data.max_length)
 
