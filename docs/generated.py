@@ -495,7 +495,10 @@ def chance(name: str, what: str) -> None:
     """Print a sentence with the smallest and largest number of these runs. what: words for the number `name`."""
     low, high = (f"{number:.2g}" for number in (min(of_seeds(name)), max(of_seeds(name))))
     table = "[chance](baseline.md#what-chance-does)"
-    show(f"Ten runs of SmolLM2 that differed only in the seed had {what} from {low} to {high} ({table}).")
+    show(
+        f"Ten runs of SmolLM2 that differed only in the seed had {what} from {low} to {high} ({table}). "
+        "Two runs can differ as much if they differ in the seed or in their questions."
+    )
 
 
 def of_seeds(name: str) -> list[float]:
