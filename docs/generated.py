@@ -145,9 +145,15 @@ def index(*families: str) -> None:
         config = config_of(name)
         if needs_a_gpu(config):
             about += " It needs a GPU."
-        size = f"{directive(script, 'nodes')} x {directive(script, 'gpus-per-node')}"
-        link = f"[{title(page)[0]}](../docs/{page}.md)" if page else "-"
-        rows.append([f"`experiments/submit.sh {name}`", about, size, f"`{config.name}`" if config else "-", link])
+        rows.append(
+            [
+                f"`experiments/submit.sh {name}`",
+                about,
+                f"{directive(script, 'nodes')} x {directive(script, 'gpus-per-node')}",
+                f"`{config.name}`" if config else "-",
+                f"[{title(page)[0]}](../docs/{page}.md)" if page else "-",
+            ]
+        )
     show_table(["Command", "What it runs", "Nodes x GPUs", "Config", "Section"], rows)
 
 
