@@ -145,9 +145,15 @@ def index(*families: str) -> None:
         config = config_of(name)
         if needs_a_gpu(config):
             about += " It needs a GPU."
-        size = f"{directive(script, 'nodes')} x {directive(script, 'gpus-per-node')}"
-        link = f"[{title(page)[0]}](../docs/{page}.md)" if page else "-"
-        rows.append([f"`experiments/submit.sh {name}`", about, size, f"`{config.name}`" if config else "-", link])
+        rows.append(
+            [
+                f"`experiments/submit.sh {name}`",
+                about,
+                f"{directive(script, 'nodes')} x {directive(script, 'gpus-per-node')}",
+                f"`{config.name}`" if config else "-",
+                f"[{title(page)[0]}](../docs/{page}.md)" if page else "-",
+            ]
+        )
     show_table(["Command", "What it runs", "Nodes x GPUs", "Config", "Section"], rows)
 
 
@@ -495,7 +501,10 @@ def chance(name: str, what: str) -> None:
     """Print a sentence with the smallest and largest number of these runs. what: words for the number `name`."""
     low, high = (f"{number:.2g}" for number in (min(of_seeds(name)), max(of_seeds(name))))
     table = "[chance](baseline.md#what-chance-does)"
-    show(f"Ten runs of SmolLM2 that differed only in the seed had {what} from {low} to {high} ({table}).")
+    show(
+        f"Ten runs of SmolLM2 that differed only in the seed had {what} from {low} to {high} ({table}). "
+        "Two runs can differ as much if they differ in the seed or in their questions."
+    )
 
 
 def of_seeds(name: str) -> list[float]:

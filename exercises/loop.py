@@ -203,10 +203,9 @@ def start() -> tuple[Settings, TrainingArguments]:
 
 def reject_unsupported(settings: Settings) -> None:
     """Raise WorkshopError (exit code 2) for a flag or variable that was given and could make the losses differ."""
-    for flag in sorted(settings.names.keys() - WITHOUT_EFFECT):
-        value = settings.flat()[flag]
-        if flag not in SUPPORTED and value not in SUPPORTED_VALUES.get(flag, ()):
-            what = f"exercises/loop.py does not support the value {value}"
+    for flag in sorted(settings.names.keys() - {*SUPPORTED, *WITHOUT_EFFECT}):
+        if settings.flat()[flag] not in SUPPORTED_VALUES.get(flag, ()):
+            what = f"exercises/loop.py does not support the value {settings.flat()[flag]}"
             raise settings.error(flag, what, "leave it out, or use scripts/train.py")
 
 

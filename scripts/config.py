@@ -64,7 +64,7 @@ class ModelArguments:
     loss: Literal["full", "chunked"] = knob(
         "LOSS",
         "full",
-        "full: compute the logits of all tokens at once; chunked: in chunks (same loss, less memory, faster).",
+        "full: compute the logits of all tokens at once; chunked: in chunks (same loss, less memory, faster on a CPU).",
     )
     attention: Literal["eager", "sdpa"] | None = knob(
         "ATTENTION",
