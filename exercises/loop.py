@@ -28,7 +28,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataPar
 from accelerate.utils import DistributedType, DummyOptim
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_pt_utils import get_parameter_names
 
 from config import CUSTOM_SIZES, IGNORED
@@ -87,6 +87,9 @@ def main() -> None:
 
     # 4. The strategy. prepare() wraps the model in DDP, DeepSpeed or FSDP, and divides the batches among the ranks
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+
+    if accelerator.process_index:
+        set_seed(args.seed + accelerator.process_index)  # otherwise all ranks would have the same dropout masks
 
     # 5. The schedule of the learning rate. Count the steps after prepare(), which leaves a rank only its own batches
     steps_per_epoch = ceil(len(train_loader) / args.gradient_accumulation_steps)
