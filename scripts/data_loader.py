@@ -16,6 +16,7 @@ from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
 from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
 from shared.errors import WorkshopError
+from shared.files import check_readable
 from shared.hub import check_relative_path, loading_errors, offline_without_network
 from shared.json_files import read_bytes
 
@@ -116,6 +117,7 @@ def is_local(dataset: str) -> bool:
     if os.path.isfile(os.path.expanduser(dataset)):
         return True
     check_relative_path("--dataset", dataset)
+    check_readable(os.path.expanduser(dataset))
     if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
         folder = os.path.isdir(os.path.expanduser(dataset))
         raise WorkshopError(dataset, "is a folder" if folder else "there is no such file", "correct --dataset")

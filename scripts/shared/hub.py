@@ -17,6 +17,7 @@ import torch
 from transformers.utils import logging
 
 from shared.errors import ENVIRONMENT, WorkshopError
+from shared.files import check_readable
 from shared.paths import REPOSITORY
 
 # Problems of a file system, not of a file's content
@@ -45,20 +46,16 @@ def check_files(folder: str) -> None:
     The libraries would say that the file does not exist, or that its header is too large. A missing folder is not an
     error here.
     """
-    try:
-        for file in os.scandir(folder):
-            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in (*MODEL_FILES, *CHECKPOINT_FILES)):
-                with open(file, "rb") as opened:
-                    beginning = opened.read(100).lstrip().lower()
-                if beginning.startswith(b"version https://git-lfs"):
-                    raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
-                if beginning.startswith((b"<!doctype html", b"<html")):
-                    raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
-    except PermissionError as error:
-        remedy = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
-        raise WorkshopError(error.filename, "may not be read by you", remedy, ENVIRONMENT) from error
-    except OSError:
-        pass  # there is no such folder
+    check_readable(folder)
+    for file in os.scandir(folder) if os.path.isdir(folder) else ():
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in (*MODEL_FILES, *CHECKPOINT_FILES)):
+            check_readable(file.path)
+            with open(file, "rb") as opened:
+                beginning = opened.read(100).lstrip().lower()
+            if beginning.startswith(b"version https://git-lfs"):
+                raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
+            if beginning.startswith((b"<!doctype html", b"<html")):
+                raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
 
 
 def draw_bars_on_terminals_only() -> None:

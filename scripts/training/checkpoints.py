@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
+from shared.files import check_readable
 from shared.json_files import flatten_keys, read_json, write_json
 from shared.paths import CHECKPOINT_MARKER
 
@@ -165,14 +167,18 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     other runs next to it.
 
     A job that Slurm has restarted resumes from its own newest checkpoint. If it has none, `requested` applies, as at
-    the first start. Raise WorkshopError (exit code 4) if a checkpoint is requested and none is found.
+    the first start. Raise WorkshopError if a folder may not be read (exit code 3), or if a checkpoint is requested and
+    none is found (exit code 4).
     """
     own = checkpoint_of_restarted_job(output_dir, job_id)
     if own:
         return str(own)
+    place = Path(output_dir if requested in (None, LATEST) else requested)
+    # A run without a checkpoint looks into the first two folders, too, before it writes there
+    for folder in chain([Path("results"), Path(output_dir), place], place.glob("checkpoint-*")):
+        check_readable(folder)
     if requested is None:
         return None
-    place = Path(output_dir if requested == LATEST else requested)
     existing = sorted(path.name for path in place.glob("checkpoint-*"))
     found = complete_checkpoints([place])
     if requested == LATEST:

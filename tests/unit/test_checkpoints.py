@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 
 from distributed.strategy import FULL_SHARD, PLAIN, ZERO
+from helpers import as_nobody, only_root
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from shared.paths import CHECKPOINT_MARKER
@@ -95,6 +96,20 @@ def test_a_job_that_slurm_restarts_resumes_from_its_own_checkpoint(monkeypatch):
     assert find(None) == find("output/6") == str(newest), (
         "a restarted job prefers its own checkpoint to the requested one"
     )
+
+
+@only_root
+@pytest.mark.parametrize("closed", ["output/7", "output/7/checkpoint-20"])
+def test_a_closed_folder_of_another_user_is_named(closed, refusal):
+    """As another user, this test reads relative paths, because it may not enter the folders of pytest."""
+    marker = checkpoint("output/7", 20) / CHECKPOINT_MARKER
+    for path in (*marker.parents, marker):  # the tests may run with umask 077
+        path.chmod(0o755)
+    Path(closed).chmod(0o600)
+    with as_nobody():
+        lines = [refusal(find, wanted, code=3) for wanted in (LATEST, "output/7", "output/7/checkpoint-20")]
+    for line in lines:
+        assert line.startswith(f"error: {closed}") and ": may not be read by you; ask its owner to run chmod" in line
 
 
 # Saving

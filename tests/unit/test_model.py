@@ -1,13 +1,10 @@
 """Tests of models and tokenizers by name, folder or size. A model that would not train as requested is rejected."""
 
-import contextlib
 import json
 import os
-import pwd
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, 
 
 from config import DataArguments, ModelArguments
 from data_loader import is_local, tokenizer_key
-from helpers import REPOSITORY
+from helpers import REPOSITORY, as_nobody, only_root
 from model import DrawOnCPU, build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
 from training.preconditions import check_saving
@@ -173,16 +170,7 @@ def test_broken_folder_is_refused_in_one_line(fault, program, folder, refusal):
     assert refusal(program, folder).startswith(f"error: {source}{line}".replace("IN", str(folder)))
 
 
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    os.seteuid(pwd.getpwnam("nobody").pw_uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@only_root
 @pytest.mark.parametrize("place", ["model/model.safetensors", "model", "."])
 def test_a_private_model_of_another_user_is_named(place, folder, refusal):
     """safetensors 0.8 lets only the owner read what it writes. A home directory may be closed to others."""
