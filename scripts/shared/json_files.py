@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import WorkshopError
+from shared.errors import BAD_INPUT, WorkshopError
 from shared.files import read_file, replace_file
 
 LARGEST = 1e100  # a larger number overflows in arithmetic
@@ -57,24 +57,24 @@ def is_json_lines(text: str) -> bool:
     return re.search(r"\}\s*\n\s*\{", text) is not None
 
 
-def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Model:
+def read_checked(path: Path, model: type[Model], kind: str, remedy: str, code: int = BAD_INPUT) -> Model:
     """Read a JSON file into a pydantic model.
 
     kind: name of the file's format, for the error.
 
-    Raises WorkshopError (exit code 2) that gives the reason why the file cannot be read, or names the wrong field.
+    Raises WorkshopError (exit code `code`) that gives the reason why the file cannot be read, or names the wrong field.
     """
     try:
         content = json.loads(read_file(path), parse_int=number, parse_float=number, parse_constant=number)
         return model.model_validate(content)
     except OSError as error:
-        raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
+        raise WorkshopError(path, error.strerror or "cannot be read", remedy, code) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field, problem = ".".join(map(str, first["loc"])) or "the file", first["msg"]
     except (ValueError, RecursionError) as error:
         field, problem = "the file", f"Invalid JSON: {error}"
-    raise WorkshopError(path, f"is not a valid {kind} ({field}: {problem})", remedy)
+    raise WorkshopError(path, f"is not a valid {kind} ({field}: {problem})", remedy, code)
 
 
 def number(text: str) -> float:

@@ -190,16 +190,6 @@ def test_another_setting_ends_with_4_and_is_named(words, refusal):
     )
 
 
-def test_a_checkpoint_of_1_0_0_is_refused_with_the_version_that_can_finish_its_run(refusal):
-    path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, MARKED | {"progress": 0.5})
-    line = refusal(check_same_training, str(path), make_run()[1], code=4)
-    assert line == (
-        f"error: {path}: was written by version 1.0.0 of the workshop, from which a run cannot resume; finish the run "
-        "with version 1.0.0, or leave --resume_from_checkpoint out to start from the beginning"
-    )
-
-
 def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
     layout = {"dp_shard_size": 2, "reshard_after_forward": False, "activation_checkpointing": True, "min_num_params": 9}
     first = make_run(strategy="FSDP2 SHARD_GRAD_OP")[1] | {"config": layout}
