@@ -3,6 +3,9 @@
 Most of these variables come from the workshop's original documents (docs/original-documents.md).
 """
 
+import difflib
+from collections.abc import Mapping
+
 from config import KNOBS
 
 UNREAD_VARIABLES = {
@@ -21,11 +24,15 @@ WARNED_VARIABLES = {
     "DEEPSPEED": "the flag is --deepspeed",
     "EPOCHS": "the knob is NUM_EPOCHS",
     "FSDP": "the flag is --fsdp",
+    "GRAD_ACCUM": "the knob is GRAD_ACC",
+    "MAX_LEN": "the knob is MAX_LENGTH",
     "MAX_STEPS": "the flag is --max_steps",
     "MODEL": "the knob is MODEL_NAME",
     "RUN_NAME": "the knob is EXPERIMENT_NAME",
     "SEED": "the flag is --seed",
 }
+# TRAINSIZE and NUM_EPOCH are mistakes for a knob. SITE_LEARNING_RATE, which experiments read, and NUM_THREADS are not
+ALMOST_EQUAL = 0.9
 # The upper-case name of a knob's flag, if its variable has another name: NUM_TRAIN_EPOCHS for NUM_EPOCHS
 UNREAD_VARIABLES |= {
     knob.flag.upper(): f"use {knob.variable}"
@@ -76,3 +83,18 @@ UNUSED_FLAGS = {
     "push_to_hub": "upload the saved folder afterwards",
     "restore_callback_states_from_checkpoint": "leave it out; a resumed run always continues its counts",
 }
+
+
+def warn_of_unread_variables(environment: Mapping[str, str], origins: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning for each variable that is not read, but whose name is a mistake for a knob.
+
+    origins: variable -> its origin. Other programs may read the variables of the user's shell, so only the variables
+    that the site or the experiment sets are compared with the knobs.
+    """
+    remedies = {name: remedy for name, remedy in WARNED_VARIABLES.items() if environment.get(name)}
+    knobs = {knob.variable.replace("_", ""): knob.variable for knob in KNOBS}
+    for name in (name for name, origin in origins.items() if origin in ("site", "experiment")):
+        near = difflib.get_close_matches(name.replace("_", ""), knobs, n=1, cutoff=ALMOST_EQUAL)
+        if near and name not in (*knobs.values(), *WARNED_VARIABLES):
+            remedies[name] = f"did you mean {knobs[near[0]]}?"
+    return tuple(f"{name}: this variable is not read; {remedy}" for name, remedy in remedies.items())
