@@ -177,20 +177,14 @@ def pretrained_model(name: str) -> PreTrainedModel:
             output_loading_info=True,
         )
     model, loading = loaded
-    unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
-    if unlike:
-        what = f"{name} has no {min(unlike)} of the shape that its config.json asks for"
-        raise WorkshopError("--model_name", what, "use config.json and weights of one model, saved as a causal LM")
     # Weights of a further layer are an error. transformers lists others in the log, such as those of a second head
-    known = {without_numbers(weight) for weight in model.state_dict()}
-    if surplus := [weight for weight in loading["unexpected_keys"] if without_numbers(weight) in known]:
-        what = f"{name} has {min(surplus)}, a weight of a layer that its config.json does not have"
-        raise WorkshopError("--model_name", what, "use config.json and weights of one model")
+    known = {re.sub(r"\d+", "", weight) for weight in model.state_dict()}
+    surplus = {weight for weight in loading["unexpected_keys"] if re.sub(r"\d+", "", weight) in known}
+    unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]} | surplus
+    if unlike:
+        what = f"the weights of {name} and its config.json differ in {min(unlike)}"
+        raise WorkshopError("--model_name", what, "use config.json and weights of one model, saved as a causal LM")
     return model
-
-
-def without_numbers(weight: str) -> str:
-    return re.sub(r"\d+", "", weight)
 
 
 def check_merged(name: str) -> None:

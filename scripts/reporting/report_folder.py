@@ -1,6 +1,6 @@
 """Write a report into a folder: the page, the numbers, and the files of each table."""
 
-import os
+from itertools import chain
 from pathlib import Path
 
 from reporting.definitions import TableDefinition, load_definitions
@@ -55,9 +55,8 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     other = read_reference(reference, output) if reference else None
     runs = find_runs(folders)
     if not runs:
-        for top in folders:
-            for _ in os.walk(top, onerror=lambda error: check_readable(error.filename)):
-                pass
+        for folder in chain.from_iterable(top.rglob("*/") for top in folders):
+            check_readable(folder)
         raise WorkshopError(
             " ".join(map(str, folders)), "no runs found", "run an experiment first, or give another folder"
         )

@@ -31,8 +31,6 @@ WARNED_VARIABLES = {
     "RUN_NAME": "the knob is EXPERIMENT_NAME",
     "SEED": "the flag is --seed",
 }
-# TRAINSIZE and NUM_EPOCH are mistakes for a knob. SITE_LEARNING_RATE, which experiments read, and NUM_THREADS are not
-ALMOST_EQUAL = 0.9
 # The upper-case name of a knob's flag, if its variable has another name: NUM_TRAIN_EPOCHS for NUM_EPOCHS
 UNREAD_VARIABLES |= {
     knob.flag.upper(): f"use {knob.variable}"
@@ -94,7 +92,8 @@ def warn_of_unread_variables(environment: Mapping[str, str], origins: Mapping[st
     remedies = {name: remedy for name, remedy in WARNED_VARIABLES.items() if environment.get(name)}
     knobs = {knob.variable.replace("_", ""): knob.variable for knob in KNOBS}
     for name in (name for name, origin in origins.items() if origin in ("site", "experiment")):
-        near = difflib.get_close_matches(name.replace("_", ""), knobs, n=1, cutoff=ALMOST_EQUAL)
+        # TRAINSIZE and NUM_EPOCH are almost a knob. SITE_LEARNING_RATE, which experiments read, and NUM_THREADS are not
+        near = difflib.get_close_matches(name.replace("_", ""), knobs, n=1, cutoff=0.9)
         if near and name not in (*knobs.values(), *WARNED_VARIABLES):
             remedies[name] = f"did you mean {knobs[near[0]]}?"
     return tuple(f"{name}: this variable is not read; {remedy}" for name, remedy in remedies.items())

@@ -145,17 +145,11 @@ def test_code_of_a_known_model_is_not_run(bench: Bench):
     assert not (bench.folder / "canary").exists()
 
 
-LAYERS = {
-    3: "no transformer.h.2.input_layernorm.bias of the shape ",
-    1: "transformer.h.1.input_layernorm.bias, a weight",
-}
-
-
-@pytest.mark.parametrize("layers", LAYERS)
-def test_missing_and_unused_weights_of_a_model_are_an_error(bench: Bench, layers):
+@pytest.mark.parametrize(("layers", "number"), [(3, 2), (1, 1)])
+def test_missing_and_unused_weights_of_a_model_are_an_error(bench: Bench, layers, number):
     """The weights have two layers. Random weights must not fill a third one, and a second one must not be left out."""
     folder = bench.trained().output.rename(bench.folder / "mine")
     update_json(folder / "config.json", n_layer=layers)
     ended = bench.run("--model_name", "mine", code=2, JOB_ID="8")
-    assert ended.error.startswith(f"--model_name: mine has {LAYERS[layers]}"), ended
+    assert f": the weights of mine and its config.json differ in transformer.h.{number}." in ended.error, ended
     assert (ended.record["status"], ended.record["exit_code"]) == ("failed", 2)

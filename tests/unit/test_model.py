@@ -145,7 +145,7 @@ FAULTS = {
     ),
     "a layer without weights": (
         add_layer,
-        "IN has no transformer.h.1.input_layernorm.bias of the shape that its config.json asks for; use config.json",
+        "the weights of IN and its config.json differ in transformer.h.1.input_layernorm.bias; use config.json and",
     ),
     "no tokenizer": (
         remove_files("tokenizer.json", "tokenizer_config.json"),
