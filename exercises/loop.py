@@ -238,7 +238,8 @@ def make_optimizer(
     """Return AdamW, or a placeholder for the optimizer that a DeepSpeed config names."""
     if "optimizer" in (settings.deepspeed_config or {}):
         return DummyOptim(list(model.parameters()))  # under DeepSpeed, weight decay applies to every parameter
-    decayed = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm"])  # all except biases and norms
+    # Biases, norms, and Mamba's A_log and D do not decay
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
     groups = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         groups[name not in decayed]["params"].append(parameter)

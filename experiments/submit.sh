@@ -22,7 +22,7 @@ snapshot() { # copy everything that a job reads, and print the folder of the cop
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments pyproject.toml | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
   # records/git_state.py reads this file
-  git -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
+  git --no-optional-locks -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
   if [[ -d $ROOT/.venv ]]; then
     ln -s "$ROOT/.venv" "$folder/.venv" # in the job, $ROOT is the snapshot, and site files look for .venv there
   fi

@@ -17,7 +17,8 @@ from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
 from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
 from shared.errors import WorkshopError
-from shared.hub import check_relative_path, loading_errors, offline_without_network
+from shared.files import check_readable
+from shared.hub import check_relative_path, file_system_errors, loading_errors, offline_without_network
 from shared.json_files import read_bytes
 
 PROMPT = "Question: {question} Context: {context} Answer:"
@@ -67,8 +68,7 @@ def load_set(
         use = {"train": "training", "eval": "evaluation"}[part]
         print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-        flag = "--eval_dataset" if name == data_args.eval_dataset else "--dataset"
-        with loading_errors(flag, name):  # tokenise writes the cache
+        with file_system_errors():
             rows = tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
     if cut := sum(rows["cut"][:]):
         print_once(
@@ -101,7 +101,7 @@ def source(part: str, data_args: DataArguments) -> str:
 def read_part(part: str, data_args: DataArguments) -> Dataset:
     """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
     if part == "eval" and data_args.eval_dataset:
-        return load_from_file(data_args.eval_dataset, "all", data_args, "--eval_dataset")
+        return load_from_file(data_args.eval_dataset, "all", data_args)
     if not is_local(data_args.dataset):
         if data_args.table_columns:
             what = f"has no effect on {data_args.dataset}, which is a dataset of the Hub"
@@ -119,6 +119,7 @@ def is_local(dataset: str) -> bool:
     if os.path.isfile(os.path.expanduser(dataset)):
         return True
     check_relative_path("--dataset", dataset)
+    check_readable(os.path.expanduser(dataset))
     if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
         folder = os.path.isdir(os.path.expanduser(dataset))
         raise WorkshopError(dataset, "is a folder" if folder else "there is no such file", "correct --dataset")
@@ -149,11 +150,10 @@ def print_notes(notes: str) -> None:
     print_once(notes)
 
 
-def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "--dataset") -> Dataset:
+def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
     """Return the questions of one part of a local file (read_questions.py).
 
-    flag: the flag that names the file, for errors. The cache key contains a hash of the file, so a changed file is read
-    again.
+    The cache key contains a hash of the file, so a changed file is read again.
     """
     columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
     # Check all questions here, because here an error is one line
@@ -166,7 +166,7 @@ def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "
     arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
     options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
     key = read_bytes(path, READABLE) + options.encode()
-    with loading_errors(flag, path):
+    with file_system_errors():
         rows = Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=short_hash(key + CODE))
     rows._fingerprint = short_hash(key)  # see tokenise
     return rows

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,12 @@ def pretrained_model(name: str) -> PreTrainedModel:
             output_loading_info=True,
         )
     model, loading = loaded
-    unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
+    # Weights of a further layer are an error. transformers lists others in the log, such as those of a second head
+    known = {re.sub(r"\d+", "", weight) for weight in model.state_dict()}
+    surplus = {weight for weight in loading["unexpected_keys"] if re.sub(r"\d+", "", weight) in known}
+    unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]} | surplus
     if unlike:
-        what = f"{name} has no {min(unlike)} of the shape that its config.json asks for"
+        what = f"the weights of {name} and its config.json differ in {min(unlike)}"
         raise WorkshopError("--model_name", what, "use config.json and weights of one model, saved as a causal LM")
     return model
 

@@ -246,7 +246,7 @@ def prepare(job: Job) -> None:
         subprocess.run(["srun", "--quiet", "--nodes=1", "--ntasks=1", "true"], check=False)
     # Run git here, for records/git_state.py. A large training would fork to start git, and a memory log may count its
     # memory twice during the fork
-    status = ["git", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z"]
+    status = ["git", "--no-optional-locks", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z"]
     with contextlib.suppress(subprocess.TimeoutExpired, OSError), (job.run_dir / "git_status").open("wb") as file:
         subprocess.run(status, stdout=file, stderr=subprocess.DEVNULL, timeout=20)
     print(f"job {job.id} of {job}, rendezvous {address}:{os.environ['MASTER_PORT']}")

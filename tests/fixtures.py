@@ -8,7 +8,7 @@ import pytest
 
 from config import KNOBS
 from helpers import REPOSITORY, the_error
-from settings.command_line import UNREAD_VARIABLES, WARNED_VARIABLES
+from settings.hints import UNREAD_VARIABLES, WARNED_VARIABLES
 from shared.errors import WorkshopError
 
 LAUNCHER_VARIABLES = [

@@ -5,14 +5,17 @@ import importlib.util
 import itertools
 import json
 import os
+import pwd
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from records.schema import read_record
 
@@ -65,6 +68,8 @@ LAUNCHERS = {
 # They are also below the ports of job.sh. Pytest's workers and concurrent test sessions use different ranges.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 class RunFiles:
@@ -172,6 +177,16 @@ def make_workplace(folder: Path) -> Path:
 def inherited() -> dict[str, str]:
     """Return only the caller's basic variables, because its knobs and SLURM_ variables would change the runs."""
     return {name: os.environ[name] for name in INHERITED if name in os.environ}
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Act as another user in this process. Tests that do so need the mark `only_root`."""
+    os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def free_port() -> int:

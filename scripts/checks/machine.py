@@ -223,8 +223,8 @@ def cache(model_names: list[str], dataset: str) -> Lines:
         try:
             rows = {split: len(part) for split, part in load_dataset(f"hf://datasets/{dataset}").items()}
             yield "ok", "dataset", f"{dataset}, {rows}"
-        except Exception:  # the Hub client raises exceptions of its own, of httpx, and OSError
-            found = f"{dataset} is not in the cache"
+        except Exception as error:  # the Hub client raises exceptions of its own, of httpx, and OSError
+            found = f"{dataset} cannot be read from the cache: {error}"
             yield "fail", "dataset", found, f"{prefetch} --dataset {dataset}"
 
 

@@ -37,7 +37,7 @@ def git_status() -> str:
     for folder in (REPOSITORY, Path(os.environ.get("RUN_DIR", REPOSITORY))):
         if (written := folder / "git_status").exists():
             return written.read_text(errors="replace")
-    command = ["git", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z"]
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z"]
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,5 +1,6 @@
 """Write a report into a folder: the page, the numbers, and the files of each table."""
 
+from itertools import chain
 from pathlib import Path
 
 from reporting.definitions import TableDefinition, load_definitions
@@ -9,6 +10,7 @@ from reporting.render import Plot, plural, render_csv, render_markdown
 from reporting.runs import find_runs
 from reporting.tables import Table, build_tables, list_runs
 from shared.errors import WorkshopError
+from shared.files import check_readable
 
 CLASS_PAGE = "class.html"  # the page of a class may be in the same folder
 ALL_RUNS = TableDefinition(
@@ -41,6 +43,8 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     reference: the folder of another report or its report.json. Returns a summary of the written report.
     """
     definitions = load_definitions()
+    for place in filter(None, (*folders, output, reference)):
+        check_readable(place)
     for folder in folders:
         if not folder.is_dir():
             raise WorkshopError(folder, "there is no such folder", "give folders of experiments")
@@ -51,6 +55,8 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     other = read_reference(reference, output) if reference else None
     runs = find_runs(folders)
     if not runs:
+        for folder in chain.from_iterable(top.rglob("*/") for top in folders):
+            check_readable(folder)
         raise WorkshopError(
             " ".join(map(str, folders)), "no runs found", "run an experiment first, or give another folder"
         )

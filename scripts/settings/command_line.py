@@ -15,7 +15,13 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from config import DEFAULTS, DEFAULTS_OF_TRANSFORMERS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
-from settings.hints import FLAGS_OF_OTHER_PROGRAMS, REMOVED_FLAGS, UNREAD_VARIABLES, UNUSED_FLAGS, WARNED_VARIABLES
+from settings.hints import (
+    FLAGS_OF_OTHER_PROGRAMS,
+    REMOVED_FLAGS,
+    UNREAD_VARIABLES,
+    UNUSED_FLAGS,
+    warn_of_unread_variables,
+)
 from settings.precision import resolve_precision
 from settings.settings import Settings, build_settings
 from settings.validation import check_settings, doubtful_choices
@@ -88,16 +94,14 @@ def parse_command_line(
     words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     check_empty_flags(namespace, given)
+    # job.sh exports the origin of each variable, such as "TRAIN_SIZE=site EVAL_SIZE=submission"
+    by_job = dict(word.split("=") for word in environment.get("KNOB_ORIGINS", "").split())
     settings = build_settings(
         vars(namespace),
         extra,
         names=variables | given,
-        origins=find_origins(variables, environment) | dict.fromkeys(given, "flag"),
-        warnings=tuple(
-            f"{name}: this variable is not read; {remedy}"
-            for name, remedy in WARNED_VARIABLES.items()
-            if environment.get(name)
-        ),
+        origins={flag: by_job.get(name, "variable") for flag, name in variables.items()} | dict.fromkeys(given, "flag"),
+        warnings=warn_of_unread_variables(environment, by_job),
     )
     settings = complete(settings)
     check_settings(settings)
@@ -124,15 +128,6 @@ def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[
         except argparse.ArgumentError as error:
             raise WorkshopError(variable, error.message, "correct or unset the variable") from None
     return values, variables
-
-
-def find_origins(variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return flag -> origin of its variable, one of ORIGINS.
-
-    job.sh exports the origins in KNOB_ORIGINS, such as ``TRAIN_SIZE=site EVAL_SIZE=submission``.
-    """
-    by_job = dict(word.split("=") for word in environment.get("KNOB_ORIGINS", "").split())
-    return {flag: by_job.get(variable, "variable") for flag, variable in variables.items()}
 
 
 def reject_unknown(unknown: list[str], parser: Parser) -> None:

@@ -3,6 +3,9 @@
 Most of these variables come from the workshop's original documents (docs/original-documents.md).
 """
 
+import difflib
+from collections.abc import Mapping
+
 from config import KNOBS
 
 UNREAD_VARIABLES = {
@@ -21,6 +24,8 @@ WARNED_VARIABLES = {
     "DEEPSPEED": "the flag is --deepspeed",
     "EPOCHS": "the knob is NUM_EPOCHS",
     "FSDP": "the flag is --fsdp",
+    "GRAD_ACCUM": "the knob is GRAD_ACC",
+    "MAX_LEN": "the knob is MAX_LENGTH",
     "MAX_STEPS": "the flag is --max_steps",
     "MODEL": "the knob is MODEL_NAME",
     "RUN_NAME": "the knob is EXPERIMENT_NAME",
@@ -76,3 +81,19 @@ UNUSED_FLAGS = {
     "push_to_hub": "upload the saved folder afterwards",
     "restore_callback_states_from_checkpoint": "leave it out; a resumed run always continues its counts",
 }
+
+
+def warn_of_unread_variables(environment: Mapping[str, str], origins: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning for each variable that is not read, but whose name is a mistake for a knob.
+
+    origins: variable -> its origin. Other programs may read the variables of the user's shell, so only the variables
+    that the site or the experiment sets are compared with the knobs.
+    """
+    remedies = {name: remedy for name, remedy in WARNED_VARIABLES.items() if environment.get(name)}
+    knobs = {knob.variable.replace("_", ""): knob.variable for knob in KNOBS}
+    for name in (name for name, origin in origins.items() if origin in ("site", "experiment")):
+        # TRAINSIZE and NUM_EPOCH are almost a knob. SITE_LEARNING_RATE, which experiments read, and NUM_THREADS are not
+        near = difflib.get_close_matches(name.replace("_", ""), knobs, n=1, cutoff=0.9)
+        if near and name not in (*knobs.values(), *WARNED_VARIABLES):
+            remedies[name] = f"did you mean {knobs[near[0]]}?"
+    return tuple(f"{name}: this variable is not read; {remedy}" for name, remedy in remedies.items())

@@ -38,6 +38,13 @@ SECONDS_FOR_RANK_0 = 10
 # A half of a character (a lone surrogate), which UTF-8 cannot encode. JSON can have one as an escape such as \ud83d. In
 # a flag, Python reads bytes that are not UTF-8 as such halves
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+REMEDIES = {  # what to do about an error of the system
+    None: "free disk space or quota, or allow larger files (ulimit -f)",  # libraries give no number for a failed write
+    errno.ENOSPC: "free disk space or quota",
+    errno.EDQUOT: "free disk space or quota",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+}
 
 
 class WorkshopError(Exception):
@@ -114,11 +121,15 @@ def whole_number(variable: str, default: str | None = None) -> int:
     return int(text)
 
 
-def remedy_for_write(error: Exception) -> str:
-    """Return what to do about an exception of a write. An exception of a library without a number means a full disk."""
-    if getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT):
-        return "free disk space or quota"
-    return "check the path and its permissions"
+def error_number(error: BaseException) -> int | None:
+    """Return the system's number of an error. Libraries in Rust only print it: "File too large (os error 27)"."""
+    printed = re.search(r"\(os error (\d+)\)", str(error))
+    return int(printed[1]) if printed else getattr(error, "errno", None)
+
+
+def remedy_for_write(error: BaseException) -> str:
+    """Return what to do about an exception of a write."""
+    return REMEDIES.get(error_number(error), "check the path and its permissions")
 
 
 def cannot_be_written(path: object, error: OSError) -> WorkshopError:

@@ -16,11 +16,13 @@ import huggingface_hub.constants
 import torch
 from transformers.utils import logging
 
-from shared.errors import ENVIRONMENT, WorkshopError
+from shared.errors import ENVIRONMENT, WorkshopError, error_number, remedy_for_write
+from shared.files import check_readable
 from shared.paths import REPOSITORY
 
-# Problems of a file system, not of a file's content
+# Problems of a file system or of a process's limits, not of a file's content
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR}
+UNUSABLE |= {errno.EFBIG, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 network_fault = "HF_HUB_OFFLINE is set"  # the reason to use only the cache; offline_without_network may change it
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
@@ -45,20 +47,16 @@ def check_files(folder: str) -> None:
     The libraries would say that the file does not exist, or that its header is too large. A missing folder is not an
     error here.
     """
-    try:
-        for file in os.scandir(folder):
-            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in (*MODEL_FILES, *CHECKPOINT_FILES)):
-                with open(file, "rb") as opened:
-                    beginning = opened.read(100).lstrip().lower()
-                if beginning.startswith(b"version https://git-lfs"):
-                    raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
-                if beginning.startswith((b"<!doctype html", b"<html")):
-                    raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
-    except PermissionError as error:
-        remedy = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
-        raise WorkshopError(error.filename, "may not be read by you", remedy, ENVIRONMENT) from error
-    except OSError:
-        pass  # there is no such folder
+    check_readable(folder)
+    for file in os.scandir(folder) if os.path.isdir(folder) else ():
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in (*MODEL_FILES, *CHECKPOINT_FILES)):
+            check_readable(file.path)
+            with open(file, "rb") as opened:
+                beginning = opened.read(100).lstrip().lower()
+            if beginning.startswith(b"version https://git-lfs"):
+                raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
+            if beginning.startswith((b"<!doctype html", b"<html")):
+                raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
 
 
 def draw_bars_on_terminals_only() -> None:
@@ -103,13 +101,32 @@ def find_network_fault() -> str:
 
 
 @contextlib.contextmanager
+def file_system_errors(place: str = "") -> Iterator[None]:
+    """Turn an exception that a file system has caused, directly or not, into one error line (exit code 3).
+
+    place: what the line names if the exception names no file. The default is the cache of datasets.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = chain_of_causes(error)[-1]
+        number = error_number(cause)
+        if number not in UNUSABLE:
+            raise
+        remedy = f"{remedy_for_write(cause)}; HF_HOME and TMPDIR set other folders"
+        place = getattr(cause, "filename", None) or place or datasets.config.HF_DATASETS_CACHE
+        raise WorkshopError(place, os.strerror(number), remedy, ENVIRONMENT) from error
+
+
+@contextlib.contextmanager
 def loading_errors(flag: str, name: str) -> Iterator[None]:
     """Turn any exception of a library that loads a model, tokenizer or dataset into one error line.
 
     flag, name: the command-line flag and its value.
     """
     try:
-        yield
+        with file_system_errors():
+            yield
     except (WorkshopError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # libraries raise many types of exception for a broken file
@@ -125,10 +142,6 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     causes = chain_of_causes(error)
     cause = causes[-1]
-    if isinstance(cause, OSError) and cause.errno in UNUSABLE:
-        place = cause.filename or datasets.config.HF_DATASETS_CACHE
-        remedy = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
-        return WorkshopError(place, cause.strerror or str(cause), remedy, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
     if offline and not (os.path.isfile(name) or (os.path.isdir(name) and flag != "--dataset")):
         what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"

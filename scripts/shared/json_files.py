@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import HALF_CHARACTER, WorkshopError
+from shared.errors import BAD_INPUT, HALF_CHARACTER, WorkshopError
 from shared.files import read_file, replace_file
 
 # Files that are not text: the first bytes, the format, and what to do
@@ -77,25 +77,25 @@ def is_json_lines(text: str) -> bool:
     return re.search(r"\}\s*[\r\n]\s*\{", text) is not None
 
 
-def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Model:
+def read_checked(path: Path, model: type[Model], kind: str, remedy: str, code: int = BAD_INPUT) -> Model:
     """Read a JSON file into a pydantic model. A half of a character becomes U+FFFD.
 
     kind: name of the file's format, for the error.
 
-    Raises WorkshopError (exit code 2) that gives the reason why the file cannot be read, or names the wrong field.
+    Raises WorkshopError (exit code `code`) that gives the reason why the file cannot be read, or names the wrong field.
     """
     try:
         content = json.loads(read_file(path), parse_int=number, parse_float=number, parse_constant=number)
         text = HALF_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", json.dumps(content, ensure_ascii=False))
         return model.model_validate(json.loads(text))
     except OSError as error:
-        raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
+        raise WorkshopError(path, error.strerror or "cannot be read", remedy, code) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field, problem = ".".join(map(str, first["loc"])) or "the file", first["msg"]
     except (ValueError, RecursionError) as error:
         field, problem = "the file", f"Invalid JSON: {error}"
-    raise WorkshopError(path, f"is not a valid {kind} ({field}: {problem})", remedy)
+    raise WorkshopError(path, f"is not a valid {kind} ({field}: {problem})", remedy, code)
 
 
 def number(text: str) -> float:

@@ -13,13 +13,16 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset
-from safetensors import SafetensorError
+from pydantic import BaseModel, PositiveInt
+from safetensors import SafetensorError, safe_open
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
@@ -31,7 +34,9 @@ from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
-from shared.json_files import flatten_keys, read_json, write_json
+from shared.files import check_readable
+from shared.hub import short_reason
+from shared.json_files import flatten_keys, read_checked, read_json, write_json
 from shared.paths import CHECKPOINT_MARKER
 
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
@@ -54,20 +59,41 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
-def read_marker(folder: str | Path) -> dict:
-    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or not JSON.
+class Flags(BaseModel, extra="allow"):
+    """The flags that define a training, and the global batch."""
 
-    The entries are those of `training_identity`, `step`, and `files`: the name and size of each file.
-    """
-    return read_json(Path(folder) / CHECKPOINT_MARKER, "resume from another checkpoint")
+    global_batch: PositiveInt
+
+
+class Marker(BaseModel, extra="allow"):
+    """A checkpoint's marker: the values of `training_identity`, the step, and the name and size of each file."""
+
+    job_id: str
+    world_size: PositiveInt
+    strategy: Literal[tuple(BY_NAME)]  # type: ignore[valid-type]
+    at_once: PositiveInt  # version 1.0.0, whose checkpoints have other counts, did not write it
+    save_strategy: str
+    settings: Flags
+    config: dict[str, Any]
+    data: str
+    step: PositiveInt
+    files: dict[str, int]
+
+
+def read_marker(folder: str | Path) -> dict:
+    """Return the entries of a checkpoint's marker. Raise WorkshopError (exit code 4) if the file is unusable."""
+    path = Path(folder) / CHECKPOINT_MARKER
+    return read_checked(
+        path, Marker, "marker of version 2", "resume from another checkpoint", NO_CHECKPOINT
+    ).model_dump()
 
 
 def is_complete(folder: Path) -> bool:
     """Return whether the folder has a marker, and each file has the size in the marker."""
     try:
-        files = read_marker(folder)["files"]
+        files = read_json(folder / CHECKPOINT_MARKER)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, KeyError, TypeError, WorkshopError):
+    except (OSError, KeyError, TypeError, AttributeError, WorkshopError):
         return False
 
 
@@ -147,12 +173,11 @@ def full_disk_errors(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
-        if not disk and "inline_container" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("PytorchStreamWriter|inline_container", str(error)):
             raise
+        what = f"is not complete: writing failed ({short_reason(error)})"
         remedy = f"{remedy_for_write(error)}, then resume from the last complete checkpoint (--resume_from_checkpoint)"
-        raise WorkshopError(folder, f"is not complete: writing failed ({reason})", remedy, ENVIRONMENT) from error
+        raise WorkshopError(folder, what, remedy, ENVIRONMENT) from error
 
 
 # 3. The checkpoint to resume from
@@ -166,25 +191,26 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     other runs next to it.
 
     A job that Slurm has restarted resumes from its own newest checkpoint. If it has none, `requested` applies, as at
-    the first start. Raise WorkshopError (exit code 4) if a checkpoint is requested and none is found.
+    the first start. Raise WorkshopError if a folder may not be read (exit code 3), or if a checkpoint is requested and
+    none is found (exit code 4).
     """
     own = checkpoint_of_restarted_job(output_dir, job_id)
     if own:
         return str(own)
+    place = Path(output_dir if requested in (None, LATEST) else requested)
+    # A run without a checkpoint looks into the first two folders, too, before it writes there
+    for folder in chain([Path("results"), Path(output_dir), place], place.glob("checkpoint-*")):
+        check_readable(folder)
     if requested is None:
         return None
-    place = Path(output_dir if requested == LATEST else requested)
-    existing = sorted(path.name for path in place.glob("checkpoint-*"))
-    found = complete_checkpoints([place])
-    if requested == LATEST:
-        if not existing:
-            found = complete_checkpoints(sorted(place.parent.glob("*/")))
-            print_once(f"no checkpoint in {place}: looking for one of the other runs in {place.parent}")
-    elif (place / CHECKPOINT_MARKER).exists() or re.search(r"checkpoint-\d+$", place.name):
-        if not is_complete(place):
-            remedy = f"choose a folder with a {CHECKPOINT_MARKER} and all files that it lists"
-            raise WorkshopError(requested, "is not a complete checkpoint", remedy, NO_CHECKPOINT)
-        found = [place]
+    folders = [place, *place.glob("checkpoint-*")]
+    existing = sorted(folder.name for folder in folders if folder.name.startswith("checkpoint-"))
+    found = [folder for folder in folders if is_complete(folder)]
+    if requested == LATEST and not existing:
+        found = complete_checkpoints(sorted(place.parent.glob("*/")))
+        print_once(f"no checkpoint in {place}: looking for one of the other runs in {place.parent}")
+    if not found and (place / CHECKPOINT_MARKER).exists():
+        read_marker(place)  # raises WorkshopError if the marker has other content
     if not found:
         what = f"no complete checkpoint in {place} (incomplete: {', '.join(existing) or 'none'})"
         remedy = "leave the flag out to start from the beginning, or name the checkpoint of another run"
@@ -251,10 +277,6 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
 def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
-    if "progress" in saved:  # only 1.0.0 wrote it
-        what = "was written by version 1.0.0 of the workshop, from which a run cannot resume"
-        way_out = "finish the run with version 1.0.0, or leave --resume_from_checkpoint out to start from the beginning"
-        raise WorkshopError(folder, what, way_out, NO_CHECKPOINT)
     with_ranks = not all(BY_NAME[each["strategy"]].any_ranks for each in (saved, identity))
     before = compared_values(saved, with_ranks)
     now = compared_values(identity, with_ranks)
@@ -338,20 +360,33 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
         add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
-def check_for_code(checkpoint: str | Path) -> None:
-    """Raise WorkshopError (exit code 4) if a file of the checkpoint is damaged or contains a class that is not allowed.
+def check_contents(checkpoint: str, meta_model: PreTrainedModel) -> None:
+    """Raise WorkshopError (exit code 4) if a file is damaged, contains a class that is not allowed, or does not fit.
 
-    Call this after `forbid_code_in_checkpoints`. It reads no tensors.
+    The Trainer would skip a weight that does not fit the model. Call this after `forbid_code_in_checkpoints`. It reads
+    no tensors.
     """
+    shapes = {name: list(weight.shape) for name, weight in meta_model.state_dict().items()}
+    step = read_marker(checkpoint)["step"]
     for path in sorted(Path(checkpoint).rglob("*")):
-        if path.suffix not in TORCH_FILES or path.name == NEVER_LOADED:
-            continue
-        try:
+        if what := find_fault(path, shapes, step):
+            raise WorkshopError(path, what, "resume from a checkpoint that your own run wrote", NO_CHECKPOINT)
+
+
+def find_fault(path: Path, shapes: dict[str, list[int]], step: int) -> str:
+    """Return what is wrong with a file of a checkpoint, "" if nothing is. shapes: those of the model's weights."""
+    try:
+        if path.suffix in TORCH_FILES and path.name != NEVER_LOADED:
             with safe_globals():  # allows numpy's classes, which the Trainer needs to load the random states
-                foreign = get_unsafe_globals_in_checkpoint(path)
-            what = f"contains {min(foreign)}, which is code, not data" if foreign else ""
-        except Exception as error:  # a damaged pickle can raise any exception
-            what = f"is damaged, or not a checkpoint file ({type(error).__name__})"
-        if what:
-            remedy = "resume from a checkpoint that your own run wrote"
-            raise WorkshopError(path, what, remedy, NO_CHECKPOINT)
+                if foreign := get_unsafe_globals_in_checkpoint(path):
+                    return f"contains {min(foreign)}, which is code, not data"
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the file itself is not iterable
+                    if file.get_slice(name).get_shape() != shapes.get(name):
+                        return f"contains {name}, which does not fit the model"
+        elif path.name == TRAINER_STATE_NAME and TrainerState.load_from_json(str(path)).global_step != step:
+            return f"is not of step {step}, which the marker names"
+    except Exception as error:  # a damaged pickle can raise any exception
+        return f"is damaged, or not a checkpoint file ({type(error).__name__}: {short_reason(error)})"
+    return ""

@@ -24,7 +24,7 @@ from models.lora import LoraLinear
 from models.padding_free import check_padding_free
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from shared.hub import short_reason
+from shared.hub import file_system_errors, short_reason
 from training.checkpoints import complete_checkpoints
 from training.exact_match import load_metric
 from training.flops import other_matrices, tokens_in_sight
@@ -95,7 +95,7 @@ def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     """
     if rank() != 0:
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with file_system_errors("TMPDIR"), tempfile.TemporaryDirectory() as folder:
         try:
             model.generation_config.save_pretrained(folder)
         except ValueError:
@@ -122,12 +122,12 @@ def check_torch_compile(args: Any) -> None:
     watchdog.progress("trying torch.compile")
     backend = args.torch_compile_backend
     trial = torch.compile(torch.sin, backend=backend, mode=args.torch_compile_mode)
-    try:
-        trial(torch.ones(2, device=args.device))
-    except Exception as error:  # PyTorch, Triton and the compilers raise many types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"{backend} cannot compile on {socket.gethostname()} ({reason})"
-        raise WorkshopError("--torch_compile", what, "load a C++ compiler, or leave it out", ENVIRONMENT) from error
+    with file_system_errors("TORCHINDUCTOR_CACHE_DIR"):
+        try:
+            trial(torch.ones(2, device=args.device))
+        except Exception as error:  # PyTorch, Triton and the compilers raise many types
+            what = f"{backend} cannot compile on {socket.gethostname()} ({short_reason(error)})"
+            raise WorkshopError("--torch_compile", what, "load a C++ compiler, or leave it out", ENVIRONMENT) from error
 
 
 def check_temporary_folder(args: TrainingArguments) -> None:

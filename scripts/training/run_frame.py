@@ -29,7 +29,7 @@ from settings.trainer_flags import training_arguments
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
 from training.checkpoints import (
-    check_for_code,
+    check_contents,
     check_same_training,
     effects_of_other_ranks,
     find_checkpoint,
@@ -193,15 +193,15 @@ def start_run(description: str) -> Run:
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     checkpoint = broadcast_from_rank_0(find_checkpoint(args.resume_from_checkpoint, output_dir, job_id))
-    if checkpoint:
-        check_files(checkpoint)
-        check_for_code(checkpoint)
-    else:
+    if not checkpoint:
         record.refuse_to_overwrite()
     watchdog.progress("reading the data")  # the watchdog treats a rank without progress for --ddp_timeout as hung
     meta_model = build_meta_model(settings.model)
     if settings.model.lora_rank:
         add_adapters(meta_model, settings.model.lora_rank)
+    if checkpoint:
+        check_files(checkpoint)
+        check_contents(checkpoint, meta_model)
     return Run(
         settings=settings,
         args=args,

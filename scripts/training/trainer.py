@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
-from distributed.collectives import gather_lists, max_over_ranks, rank, ranks_per_gpu, world_size
+from distributed.collectives import gather_lists, max_over_ranks, print_once, rank, ranks_per_gpu, world_size
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
 from shared.paths import CHECKPOINT_MARKER
-from training.checkpoints import checkpoint_folder, full_disk_errors
+from training.checkpoints import checkpoint_folder, full_disk_errors, is_complete
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.silent_faults import check_weights, explain_loss
 from training.upstream_fixes import UpstreamFixes
 
 BAD_LOSSES = 3  # successive steps in fp16 whose loss is not finite
+# Names of parameters without weight decay, in lower case. Mamba's A_log and D are no matrices of a product
+NOT_DECAYED = ["bias", "norm", r"\.a_log$", r"\.d$"]
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
 PHASES = {
     "data": "get_batch_samples",
@@ -194,6 +197,24 @@ class WorkshopTrainer(UpstreamFixes):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Read the state of a checkpoint. Look for the best checkpoint next to it if its folder was moved."""
+        begun = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        if self.state.best_global_step and not self.state.best_model_checkpoint:
+            best = checkpoint_folder(Path(checkpoint).parent, self.state.best_global_step)
+            if is_complete(best):
+                self.state.best_model_checkpoint = str(best)
+            else:
+                print_once(f"the best checkpoint is not at {best}: only evaluations from here on count as the best")
+                self.state.best_metric = None
+        return begun
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Return the names of the parameters with weight decay. transformers also decays Mamba's last norm."""
+        return get_parameter_names(model, [torch.nn.LayerNorm], NOT_DECAYED)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_weights(self.model, self.state.global_step)

@@ -7,6 +7,7 @@ fails and prints the condition of that row.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ FIXES = (
         "training/upstream_fixes.py::RateOfAnotherSchedule",
         "transformers==5.23.0",
         "after a resume with more epochs, the first step has the learning rate of the new schedule",
+    ),
+    Fix(
+        "training/upstream_fixes.py::CheckpointOfRenamedWeights",
+        "transformers==5.23.0",
+        "Trainer._load_from_checkpoint loads a checkpoint of GPT-NeoX without missing keys",
     ),
     Fix(
         "model.py::share_weights",
@@ -360,6 +366,20 @@ class RateOfAnotherSchedule(Trainer):
         return prepared
 
 
+class CheckpointOfRenamedWeights(Trainer):
+    """Save a checkpoint's weights under the names of the model's modules.
+
+    save_pretrained writes the names of older versions for GPT-NeoX, Mixtral and other models. The Trainer does not know
+    them when it loads a checkpoint, so these weights would keep their first values.
+    """
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        model: Any = self.model
+        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+        super()._save_checkpoint(*args, **kwargs)
+        del model.save_pretrained  # the saved model has the original names
+
+
 class UpstreamFixes(
     LossIn32Bits,
     WholeNumberOfTokens,
@@ -371,5 +391,6 @@ class UpstreamFixes(
     OptimizerStateOfFSDP,
     RateOfTheStep,
     RateOfAnotherSchedule,
+    CheckpointOfRenamedWeights,
 ):
     """transformers' Trainer with all workarounds above."""

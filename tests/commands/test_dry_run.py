@@ -105,10 +105,15 @@ def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path,
     shutil.copytree(workshop / "experiments/own-model/train", copy)
     assert "my-squad.json: there is no such file" in dry_run(copy, DATASET="my-squad.json").stderr
     shutil.copy(sample, copy / "my-squad.json")
+    with (copy / "env_vars.sh").open("a") as file:
+        file.write(': "${TRAINSIZE:=200}"\n')
     done = dry_run(copy, MODEL_NAME=tmp_path, DATASET="my-squad.json")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert lines[0] == "experiments/own/mine: site laptop, 1 node(s) x 4 rank(s)"
+    assert [line for line in lines if line.startswith("warning: ")] == [
+        "warning: TRAINSIZE: this variable is not read; did you mean TRAIN_SIZE?"
+    ]
     assert knobs_from(lines, "submission") == {f"MODEL_NAME={tmp_path}", "DATASET=my-squad.json"}
     assert {"LEARNING_RATE=5e-05", "PADDING=longest", "BF16=True"} <= knobs_from(lines, "experiment")
     assert {"TRAIN_SIZE", "EVAL_SIZE"} <= knobs_from(lines, "unset")

@@ -99,6 +99,16 @@ def test_the_report_names_each_file_and_the_class_counts_no_failure(clone, run):
     assert "<p>No failed job.</p>" in (clone / "report/class.html").read_text()
 
 
+def test_a_closed_folder_is_not_taken_for_an_empty_one(tmp_path, run):
+    closed = tmp_path / "exam/results"
+    closed.mkdir(parents=True)
+    closed.chmod(0)
+    for words in ([closed], [closed.parent], ["-o", closed / "report", EXPERIMENT]):
+        done = run(sys.executable, "scripts/report.py", *words)
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.startswith(f"error: {closed}") and ": may not be read by you; ask its owner" in done.stderr
+
+
 def test_one_job_is_shown_or_refused_in_one_line(run):
     for number, (_, reason) in enumerate(DAMAGE.values()):
         done = run(sys.executable, "scripts/report.py", "--job", f"{number}1")

@@ -1,9 +1,11 @@
 """Tests of checkpoints that a run must not resume from: damaged, of another training, or with code in them."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import GPTNeoXConfig
 
 from workbench import Bench, same_training
 
@@ -36,7 +38,55 @@ def test_a_damaged_checkpoint_is_skipped(bench: Bench, damage, flags, how):
 def test_a_damaged_checkpoint_named_by_the_user_ends_the_run(bench: Bench):
     output = bench.trained(*KEPT).output
     DAMAGES["truncated file"](output / "checkpoint-4")
-    bench.refuses("output/7/checkpoint-4: is not a complete checkpoint; ...", *SECOND, code=4, JOB_ID=8)
+    line = "...: no complete checkpoint in output/7/checkpoint-4 (incomplete: checkpoint-4); ..."
+    bench.refuses(line, *SECOND, code=4, JOB_ID=8)
+
+
+CHANGES = {  # a file of the checkpoint, two texts of the same length, and the error
+    "step": ("complete.json", b'"step": 4', b'"step": 3', "trainer_state.json: is not of step 3, ..."),
+    "field": ("complete.json", b'"at_once"', b'"at_oncf"', "complete.json: is not a valid marker ...(at_once: ..."),
+    "list": ("complete.json", b'"config": {}', b'"config": []', "complete.json: is not a valid marker ...(config: ..."),
+    "JSON": ("complete.json", b'"step": 4', b'"step": /', "complete.json: is not a valid marker ...Invalid JSON: ..."),
+    "name": ("model.safetensors", b"h.0.mlp", b"h.7.mlp", "model.safetensors: contains ...h.7.mlp..., which ..."),
+    "shape": ("model.safetensors", b"[2048,64]", b"[64,2048]", "model.safetensors: contains ...embeddings..."),
+    "header": ("model.safetensors", b'"shape"', b'"shade"', "model.safetensors: is damaged, ...SafetensorError: ..."),
+    "state": ("trainer_state.json", b'"epoch"', b'"epoxy"', "trainer_state.json: is damaged, ...'epoxy'..."),
+}
+
+
+@pytest.mark.promise("reliability 8")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_checkpoint_ends_the_run_before_the_training(bench: Bench, change):
+    """The Trainer would skip a weight that the model does not have, and continue with a new one."""
+    name, before, after, line = CHANGES[change]
+    path = bench.trained(*KEPT).output / "checkpoint-4" / name
+    assert before in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(before, after, 1))
+    bench.refuses(f"output/7/checkpoint-4/{line}", *SECOND, code=4, JOB_ID=8)
+
+
+def test_a_model_with_other_names_in_its_files_resumes_with_its_weights(bench: Bench):
+    """In the files of GPT-NeoX, the head has the name that it had in older versions of transformers."""
+    GPTNeoXConfig(vocab_size=2048, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
+        bench.folder / "neox"
+    )
+    own = {"MODEL_NAME": "./neox", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
+    whole = bench.run(*KEPT, **own)
+    resumed = bench.run(*KEPT, RESUME, "output/7/checkpoint-2", JOB_ID=8, **own)
+    assert same_training(resumed, whole)
+    assert b'"embed_out.weight"' in (resumed.output / "model.safetensors").read_bytes(), "the original name"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_best_checkpoint_is_found_in_a_moved_folder(bench: Bench, kept):
+    """The first checkpoint counts as the best, because the loss falls and a greater one is better here."""
+    flags = (*KEPT, "--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "True")
+    moved = bench.trained(*flags).output.rename(bench.folder / "moved")
+    if not kept:
+        shutil.rmtree(moved / "checkpoint-2")
+    ended = bench.run(*flags, RESUME, "moved/checkpoint-4", JOB_ID=8)
+    best = (moved / "model.safetensors").read_bytes() == (ended.output / "model.safetensors").read_bytes()
+    assert (best, "the best checkpoint is not at moved/checkpoint-2: " in ended.out) == (kept, not kept)
 
 
 def test_a_completed_training_has_no_step_left(bench: Bench):

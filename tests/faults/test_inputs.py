@@ -73,7 +73,10 @@ def test_a_cache_that_cannot_be_written_is_one_error_line(bench: Bench):
     # This needs a new process, because datasets reads the variable at import
     bench.write("cache", "")
     bench.refuses(
-        "...cache: File exists; check its permissions ...", launcher="python", HF_DATASETS_CACHE="cache", code=3
+        "...cache: File exists; check the path and its permissions; HF_HOME ...",
+        launcher="python",
+        HF_DATASETS_CACHE="cache",
+        code=3,
     )
 
 
@@ -150,10 +153,11 @@ def test_code_of_a_known_model_is_not_run(bench: Bench):
     assert not (bench.folder / "canary").exists()
 
 
-def test_missing_weights_of_a_model_are_an_error(bench: Bench):
-    """config.json has one more layer than the weights, and random weights must not fill it."""
+@pytest.mark.parametrize(("layers", "number"), [(3, 2), (1, 1)])
+def test_missing_and_unused_weights_of_a_model_are_an_error(bench: Bench, layers, number):
+    """The weights have two layers. Random weights must not fill a third one, and a second one must not be left out."""
     folder = bench.trained().output.rename(bench.folder / "mine")
-    update_json(folder / "config.json", n_layer=3)
+    update_json(folder / "config.json", n_layer=layers)
     ended = bench.run("--model_name", "mine", code=2, JOB_ID="8")
-    assert ended.error.startswith("--model_name: mine has no transformer.h.2.input_layernorm.bias of the shape "), ended
+    assert f": the weights of mine and its config.json differ in transformer.h.{number}." in ended.error, ended
     assert (ended.record["status"], ended.record["exit_code"]) == ("failed", 2)

@@ -88,6 +88,14 @@ def test_a_disk_that_fills_up_during_a_save(bench: Bench):
         assert same_training(bench.run("--resume_from_checkpoint"), bench.reference())
 
 
+def test_a_limit_on_the_size_of_files_is_not_blamed_on_the_model(bench: Bench):
+    """The data are in the cache, so the tokenizer is the first file that is too large."""
+    bench.trained()
+    line = f"ulimit -f 16; {shlex.quote(sys.executable)} scripts/train.py"
+    ended = bench.run("-c", line, script="bash", JOB_ID=8, code=3)
+    assert ended.error.startswith("TMPDIR: File too large; allow larger files (ulimit -f)"), ended
+
+
 def test_a_folder_may_have_any_name(bench: Bench):
     name = 'it\'s  a "shop"; $HOME `id` & *|? %s größe 文件夹'
     place = Bench(bench.server, bench.folder / name)

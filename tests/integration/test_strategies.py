@@ -32,7 +32,7 @@ from runs import (
 )
 from settings.precision import cpu_has_bf16
 from settings.settings import build_settings
-from training.checkpoints import check_for_code, forbid_code_in_checkpoints
+from training.checkpoints import check_contents, forbid_code_in_checkpoints
 from training.preconditions import bytes_to_save
 
 TOLERANCE = 1e-4  # the order of fp32 additions may differ; a lost gradient changes the loss far more
@@ -265,7 +265,7 @@ def test_a_checkpoint_holds_no_file_that_could_run_code(run: Finished, monkeypat
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # after the test, monkeypatch restores this variable
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
-    check_for_code(checkpoint)
+    check_contents(checkpoint, AutoModelForCausalLM.from_pretrained(run.output))
 
 
 # 3. Waiting for the GPU

@@ -9,9 +9,10 @@ import pytest
 from transformers import TrainingArguments
 
 from config import KNOBS
+from helpers import EXPERIMENTS
 from settings import precision
 from settings.command_line import actions_by_flag, build_parser, parse_command_line
-from settings.hints import UNUSED_FLAGS
+from settings.hints import UNUSED_FLAGS, warn_of_unread_variables
 from settings.settings import Settings, TrainerArguments
 from settings.trainer_flags import trainer_flags, training_arguments
 from shared.paths import workshop_version
@@ -86,6 +87,19 @@ def test_a_variable_that_another_program_may_need_is_a_warning(monkeypatch):
     lines = parse().knob_lines()
     warning = "warning: EPOCHS: this variable is not read; the knob is NUM_EPOCHS"
     assert [line for line in lines if line.startswith("warning")] == [warning]
+
+
+def test_a_variable_that_is_almost_a_knob_is_a_warning_and_those_of_the_workshop_are_not():
+    """tests/commands/test_dry_run.py sets such a variable in env_vars.sh."""
+    mistakes = {"TRAINSIZE": "TRAIN_SIZE", "NUM_EPOCH": "NUM_EPOCHS", "LERNING_RATE": "LEARNING_RATE", "FP_16": "FP16"}
+    for name, knob in mistakes.items():
+        lines = [f"{name}: this variable is not read; did you mean {knob}?"]
+        assert [*warn_of_unread_variables({}, {name: "experiment"})] == lines, "also if its value is empty"
+        assert warn_of_unread_variables({}, {name: "submission"}) == ()
+    texts = [path.read_text() for path in EXPERIMENTS.rglob("*") if path.suffix in (".sh", ".slurm")]
+    names = set(re.findall(r"\b([A-Z][A-Z0-9_]+)(?=:?=)", "".join(texts)))
+    assert {"SITE_SAMPLES_PER_GPU", "JOIN_TIMEOUT", "NCCL_ALGO", "TRAIN_SIZE"} <= names
+    assert warn_of_unread_variables({}, dict.fromkeys([*names, "NUM_THREADS", "LESS"], "site")) == ()
 
 
 def test_every_variable_is_named_in_the_help(capsys):

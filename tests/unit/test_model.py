@@ -1,25 +1,32 @@
 """Tests of models and tokenizers by name, folder or size. A model that would not train as requested is rejected."""
 
-import contextlib
 import json
 import os
-import pwd
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    Qwen2Config,
+)
 
 from config import DataArguments, ModelArguments
 from data_loader import is_local, tokenizer_key
-from helpers import REPOSITORY
+from helpers import REPOSITORY, as_nobody, only_root
 from model import DrawOnCPU, build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
 from training.preconditions import check_saving
+from training.trainer import WorkshopTrainer
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
@@ -138,7 +145,7 @@ FAULTS = {
     ),
     "a layer without weights": (
         add_layer,
-        "IN has no transformer.h.1.input_layernorm.bias of the shape that its config.json asks for; use config.json",
+        "the weights of IN and its config.json differ in transformer.h.1.input_layernorm.bias; use config.json and",
     ),
     "no tokenizer": (
         remove_files("tokenizer.json", "tokenizer_config.json"),
@@ -173,16 +180,7 @@ def test_broken_folder_is_refused_in_one_line(fault, program, folder, refusal):
     assert refusal(program, folder).startswith(f"error: {source}{line}".replace("IN", str(folder)))
 
 
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    os.seteuid(pwd.getpwnam("nobody").pw_uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@only_root
 @pytest.mark.parametrize("place", ["model/model.safetensors", "model", "."])
 def test_a_private_model_of_another_user_is_named(place, folder, refusal):
     """safetensors 0.8 lets only the owner read what it writes. A home directory may be closed to others."""
@@ -258,6 +256,16 @@ def test_computed_positions_have_no_limit(tiny_tokenizer, tmp_path):
     """The embedding of the tokens has max_position_embeddings rows, but it is not a table of positions."""
     LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048).save_pretrained(tmp_path)
     check_model(build_meta_model(ModelArguments(str(tmp_path))), tiny_tokenizer, 4096)
+
+
+def test_biases_norms_and_the_states_of_mamba_do_not_decay(tmp_path):
+    MambaConfig(vocab_size=2048, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
+    model = build_meta_model(ModelArguments(str(tmp_path)))
+    decayed = WorkshopTrainer.get_decay_parameter_names(None, model)
+    matrices = {
+        f"backbone.layers.0.mixer.{name}.weight" for name in ("conv1d", "dt_proj", "in_proj", "out_proj", "x_proj")
+    }
+    assert {*decayed} == {"backbone.embeddings.weight", "lm_head.weight", *matrices}
 
 
 def test_random_weights_of_a_gpu_are_drawn_on_the_cpu():
