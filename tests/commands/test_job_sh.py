@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -283,8 +284,14 @@ def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
         started.communicate()
 
 
-def test_a_signal_before_the_training_starts_ends_the_job(stub):
-    done, folder = stub("import signal; signal.pause()", lines="kill -TERM $$")
+@pytest.mark.parametrize("early", [True, False])
+def test_a_signal_before_the_training_starts_ends_the_job(stub, tmp_path, early):
+    """The signal comes before run_job.py starts, or all processes receive it while run_job.py starts."""
+    signals = "" if early else "[[ $1 != */run_job.py ]] || { kill -TERM 0; kill -HUP 0; }"
+    program(tmp_path / "bin", "python", f'{signals}\nexec {sys.executable} "$@"')
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+    lines = "kill -TERM $$" if early else ""
+    done, folder = stub("import signal; signal.pause()", lines=lines, PATH=path)
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
     assert "status: stopped (exit code 143)" in done.stdout
