@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ from typing import Any
 import psutil
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
+from job import on_node
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 LOOPBACK = "127.0.0.1"
@@ -44,12 +47,14 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
+    on_node.handle_signals(partial(pass_signal_to_ranks, []))
+    arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     share_cores(arguments.nproc_per_node)
     prepare_rendezvous(arguments, join_timeout())
-    handle_signals(arguments)
     rank_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds
     rank_logger.addFilter(partial(note_failure, failed_at))
+    static.TCPStore = partial(join_nodes, static.TCPStore)  # type: ignore[assignment, misc]
     store_util.barrier = partial(final_barrier, arguments.node_rank, store_util.barrier)
     try:
         # Use the job's folder if there is one: run_job.py removes it even if this launcher is killed
@@ -95,6 +100,23 @@ def report_first_failure(rank: str, code: int, time_ns: int) -> None:
         print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
 
 
+def join_nodes(
+    create_store: Callable, host: str, port: int, nodes: int, first: bool, timeout: timedelta, **options: Any
+) -> Store:
+    """Create the store through which the nodes meet, and wait until all nodes have joined. Raises DistError.
+
+    The store itself would wait in C++. Python runs no signal handler there, so Ctrl-C would have no effect.
+    """
+    store = create_store(host, port, nodes, first, timeout, wait_for_workers=False, **options)
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.add("joined", 1)
+    while store.add("joined", 0) < nodes:
+        if time.monotonic() > deadline:
+            raise DistError(f"not all {nodes} nodes joined within {timeout.seconds} s")
+        time.sleep(0.1)
+    return store
+
+
 def final_barrier(
     node_rank: int, barrier: Callable, store: Store, world_size: int, key_prefix: str, **options: Any
 ) -> None:
@@ -132,28 +154,18 @@ def share_cores(ranks: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(ranks))))
 
 
-def handle_signals(arguments: argparse.Namespace) -> None:
-    """Pass signals on to the ranks instead of letting torchrun react to them."""
-    arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Keep SIGHUP ignored under nohup. Always install the SIGINT handler: a process that a script starts in the
-        # background ignores SIGINT by default, and on_node.py starts each launcher in this way
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, partial(pass_signal_to_ranks, []))
-
-
 def pass_signal_to_ranks(earlier: list[int], number: int, frame: object) -> None:
     """Pass a signal on to the ranks. If there are no ranks yet, end this process.
 
-    `earlier` collects the signals of this kind. A rank that waits in a collective does not react to Ctrl-C, because
-    Python cannot run the handler there. So a few seconds after a second Ctrl-C, the remaining ranks are killed.
+    `earlier` collects the signals. A rank that waits in a collective does not react to Ctrl-C, because Python cannot
+    run the handler there. So a few seconds after a second Ctrl-C, the remaining ranks are killed.
     """
     ranks = psutil.Process().children()
     if not ranks:
         sys.exit(128 + number)
     for rank in ranks:
         send_signal(rank, number)
-    if number == signal.SIGINT and earlier:
+    if number == signal.SIGINT and number in earlier:
         for rank in ranks:
             timer = threading.Timer(SECONDS_BEFORE_KILL, send_signal, [rank, signal.SIGKILL])
             timer.daemon = True

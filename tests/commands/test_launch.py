@@ -16,7 +16,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from helpers import REPOSITORY, free_port, until
+from helpers import LIMIT, REPOSITORY, free_port, until
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 
@@ -91,6 +91,16 @@ def test_an_unreachable_first_node_is_reported_on_both_nodes(start):
     problem = f"second cannot reach 127.0.0.1:{port} ([Errno 111] Connection refused) within 1 s; "
     assert read_error(start(1, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
     assert read_error(start(0, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
+
+
+def test_a_signal_ends_nodes_that_wait_for_another_node_at_once(start, tmp_path):
+    """The first node waits in its store; the second waits for another first node, which does not listen."""
+    nodes = [start(0, free_port(), timeout=300), start(1, free_port(), timeout=300)]
+    store = psutil.Process(nodes[0].pid).net_connections
+    until(lambda: (tmp_path / "joining_second").exists() and "LISTEN" in [each.status for each in store()])
+    for node in nodes:
+        node.send_signal(signal.SIGINT)
+    assert [(*node.communicate(timeout=LIMIT), node.returncode) for node in nodes] == [("", "", 130)] * 2
 
 
 # Attacks: another user of the network writes code into the store of a running launch
