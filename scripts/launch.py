@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 from torch.distributed import DistError, Store
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 from torch.distributed.elastic.utils import store as store_util
@@ -47,7 +48,8 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
-    on_node.handle_signals(partial(pass_signal_to_ranks, []))
+    started: list[Any] = []  # the ranks, in one object of torchrun
+    on_node.handle_signals(partial(pass_signal_to_ranks, started, []))
     arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     share_cores(arguments.nproc_per_node)
     prepare_rendezvous(arguments, join_timeout())
@@ -55,6 +57,7 @@ def main() -> None:
     failed_at: list[int] = []  # nanoseconds
     rank_logger.addFilter(partial(note_failure, failed_at))
     static.TCPStore = partial(join_nodes, static.TCPStore)  # type: ignore[assignment, misc]
+    local_elastic_agent.start_processes = partial(start_ranks, started, local_elastic_agent.start_processes)
     store_util.barrier = partial(final_barrier, arguments.node_rank, store_util.barrier)
     try:
         # Use the job's folder if there is one: run_job.py removes it even if this launcher is killed
@@ -74,6 +77,8 @@ def main() -> None:
         what = f"{missing} within {join_timeout()} s" if missing else f"the nodes could not connect ({error})"
         remedy = "check that node, its name resolution and its firewall, or exclude the node"
         raise WorkshopError("rendezvous", what, remedy, ENVIRONMENT) from error
+    finally:
+        on_node.ignore(*on_node.SIGNALS)  # otherwise a signal during Python's shutdown would replace the exit code
 
 
 def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
@@ -154,14 +159,20 @@ def share_cores(ranks: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(ranks))))
 
 
-def pass_signal_to_ranks(earlier: list[int], number: int, frame: object) -> None:
-    """Pass a signal on to the ranks. If there are no ranks yet, end this process.
+def start_ranks(started: list[Any], start_processes: Callable, **options: Any) -> Any:
+    """Let torchrun start the ranks, and note in `started` that there are ranks."""
+    started.append(start_processes(**options))
+    return started[-1]
+
+
+def pass_signal_to_ranks(started: list[Any], earlier: list[int], number: int, frame: object) -> None:
+    """Pass a signal on to the ranks. If there are no ranks yet, end this process. After their end, do nothing.
 
     `earlier` collects the signals. A rank that waits in a collective does not react to Ctrl-C, because Python cannot
     run the handler there. So a few seconds after a second Ctrl-C, the remaining ranks are killed.
     """
     ranks = psutil.Process().children()
-    if not ranks:
+    if not ranks and not started:
         sys.exit(128 + number)
     for rank in ranks:
         send_signal(rank, number)

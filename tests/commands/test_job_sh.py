@@ -347,6 +347,16 @@ def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps, owner):
     assert ("not requeued: this attempt saved no checkpoint" in done.stdout) != progress
 
 
+@pytest.mark.promise("reliability 9")
+def test_a_signal_after_the_training_changes_nothing(stub, tmp_path):
+    program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
+    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
+    code = BEFORE_IT_SAVED.format(steps=(4, 8), owner="47").replace("running", "completed")
+    done, folder = stub(code, lines="export SCRIPT=$$", **IN_A_JOB | variables)
+    assert (done.returncode, read_record(folder / "results/47.json").status) == (0, "completed"), done
+    assert "requeue 47" not in Path(tmp_path / "asked").read_text().splitlines()
+
+
 def test_a_second_command_of_a_script_runs_after_the_first(stub):
     done, _ = stub("print('evaluation')", lines="run_torchrun -m this")
     assert done.returncode == 0, done
