@@ -33,11 +33,11 @@ run_srun() { job_run srun "$@"; }
 check_bandwidth() { CHECK_BANDWIDTH=yes; }
 
 job_run() { # python|torchrun|srun FILE ARGS...
-  local noted=$NOTED_SIGNALS code=0
+  local code=0
   job_note_origin experiment
-  python "$ROOT/scripts/run_job.py" "$@" &
+  EARLIER_SIGNALS=$NOTED_SIGNALS # run_job.py reads these itself
+  (trap '' TERM INT HUP USR1 USR2 && exec python "$ROOT/scripts/run_job.py" "$@") &
   CHILD=$!
-  [[ $NOTED_SIGNALS = "$noted" ]] || kill -"${NOTED_SIGNALS##* }" "$CHILD" # a signal came in between
   # Wait with `read`, which a signal interrupts. During `wait`, a signal may make bash lose the exit code of run_job.py
   while kill -0 "$CHILD" 2>/dev/null; do
     read -rt 0.2 -u "$EMPTY_PIPE" || true
@@ -47,9 +47,9 @@ job_run() { # python|torchrun|srun FILE ARGS...
   return "$code"
 }
 
-job_signal() { # NAME: Slurm sends some signals only to this shell, so pass them on; run_job.py also reads NOTED_SIGNALS
-  NOTED_SIGNALS+=" $1"
-  [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
+job_pass_on() { # NAMES: Slurm sends some signals only to this shell. run_job.py ignores signals until it listens
+  local name
+  for name in "$@"; do kill -"$name" "$CHILD" 2>/dev/null || true; done
 }
 
 # A job of submit.sh --snapshot reads this file twice. The first time it notes the experiment's name and sources the
@@ -68,14 +68,17 @@ job_note_origin submission
 job_find_site
 job_load_site
 job_note_origin site
-export JOB_SCRIPT=$0 CHECK_BANDWIDTH=no
+export JOB_SCRIPT=$0 JOB_SHELL=$$ CHECK_BANDWIDTH=no
 JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
 CHILD="" NOTED_SIGNALS=""
 : "${LOGGERS:=yes}" "${LOG_INTERVAL:=5}" "${REQUIRE_GPU:=1}" "${JOIN_TIMEOUT:=300}" "${MAX_RESTARTS:=10}"
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # number GPUs as nvidia-smi and Slurm do; CUDA itself begins with the fastest GPU
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # with WARNING, PyTorch logs each socket that is closed
 exec {EMPTY_PIPE}<> <(:)             # job_run reads from it. With a trap, bash may fail to parse <(...)
+# run_job.py sends URG as soon as it listens. Then pass on the signals that came in the meantime
+trap 'job_pass_on ${NOTED_SIGNALS#"$EARLIER_SIGNALS"}' URG
 for name in TERM INT HUP USR1 USR2; do
+  # HUP goes on as TERM, because run_job.py ignores HUP, as under nohup: a closed terminal sends it to all processes
   # shellcheck disable=SC2064
-  trap "job_signal $name" "$name"
+  trap "NOTED_SIGNALS+=' ${name/HUP/TERM}'; job_pass_on ${name/HUP/TERM}" "$name"
 done

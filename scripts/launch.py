@@ -23,17 +23,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from torch.distributed import DistError, Store
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
+from job import on_node
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 LOOPBACK = "127.0.0.1"
@@ -44,12 +48,16 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
+    started: list[Any] = []  # the ranks, in one object of torchrun
+    on_node.handle_signals(partial(pass_signal_to_ranks, started, []))
+    arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     share_cores(arguments.nproc_per_node)
     prepare_rendezvous(arguments, join_timeout())
-    handle_signals(arguments)
     rank_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds
     rank_logger.addFilter(partial(note_failure, failed_at))
+    static.TCPStore = partial(join_nodes, static.TCPStore)  # type: ignore[assignment, misc]
+    local_elastic_agent.start_processes = partial(start_ranks, started, local_elastic_agent.start_processes)
     store_util.barrier = partial(final_barrier, arguments.node_rank, store_util.barrier)
     try:
         # Use the job's folder if there is one: run_job.py removes it even if this launcher is killed
@@ -69,6 +77,8 @@ def main() -> None:
         what = f"{missing} within {join_timeout()} s" if missing else f"the nodes could not connect ({error})"
         remedy = "check that node, its name resolution and its firewall, or exclude the node"
         raise WorkshopError("rendezvous", what, remedy, ENVIRONMENT) from error
+    finally:
+        on_node.ignore(*on_node.SIGNALS)  # otherwise a signal during Python's shutdown would replace the exit code
 
 
 def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
@@ -93,6 +103,23 @@ def report_first_failure(rank: str, code: int, time_ns: int) -> None:
             file.write(f"{time_ns} {code} {rank}\n")
     elif code != STOPPED:
         print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
+
+
+def join_nodes(
+    create_store: Callable, host: str, port: int, nodes: int, first: bool, timeout: timedelta, **options: Any
+) -> Store:
+    """Create the store through which the nodes meet, and wait until all nodes have joined. Raises DistError.
+
+    The store itself would wait in C++. Python runs no signal handler there, so Ctrl-C would have no effect.
+    """
+    store = create_store(host, port, nodes, first, timeout, wait_for_workers=False, **options)
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.add("joined", 1)
+    while store.add("joined", 0) < nodes:
+        if time.monotonic() > deadline:
+            raise DistError(f"not all {nodes} nodes joined within {timeout.seconds} s")
+        time.sleep(0.1)
+    return store
 
 
 def final_barrier(
@@ -132,28 +159,24 @@ def share_cores(ranks: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(ranks))))
 
 
-def handle_signals(arguments: argparse.Namespace) -> None:
-    """Pass signals on to the ranks instead of letting torchrun react to them."""
-    arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Keep SIGHUP ignored under nohup. Always install the SIGINT handler: a process that a script starts in the
-        # background ignores SIGINT by default, and on_node.py starts each launcher in this way
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, partial(pass_signal_to_ranks, []))
+def start_ranks(started: list[Any], start_processes: Callable, **options: Any) -> Any:
+    """Let torchrun start the ranks, and note in `started` that there are ranks."""
+    started.append(start_processes(**options))
+    return started[-1]
 
 
-def pass_signal_to_ranks(earlier: list[int], number: int, frame: object) -> None:
-    """Pass a signal on to the ranks. If there are no ranks yet, end this process.
+def pass_signal_to_ranks(started: list[Any], earlier: list[int], number: int, frame: object) -> None:
+    """Pass a signal on to the ranks. If there are no ranks yet, end this process. After their end, do nothing.
 
-    `earlier` collects the signals of this kind. A rank that waits in a collective does not react to Ctrl-C, because
-    Python cannot run the handler there. So a few seconds after a second Ctrl-C, the remaining ranks are killed.
+    `earlier` collects the signals. A rank that waits in a collective does not react to Ctrl-C, because Python cannot
+    run the handler there. So a few seconds after a second Ctrl-C, the remaining ranks are killed.
     """
     ranks = psutil.Process().children()
-    if not ranks:
+    if not ranks and not started:
         sys.exit(128 + number)
     for rank in ranks:
         send_signal(rank, number)
-    if number == signal.SIGINT and earlier:
+    if number == signal.SIGINT and number in earlier:
         for rank in ranks:
             timer = threading.Timer(SECONDS_BEFORE_KILL, send_signal, [rank, signal.SIGKILL])
             timer.daemon = True

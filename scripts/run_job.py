@@ -38,9 +38,11 @@ def main() -> None:
         sys.exit(print(__doc__))
     kind, *words = sys.argv[1:]
     survive_lost_output()
-    on_node.end_with_parent()
     job = Job(kind)
     command = on_node.Command(os.environ["NOTED_SIGNALS"].split(), lambda: note_signal(job))
+    on_node.end_with_parent()
+    # job.sh has started this process with ignored signals, and now sends those that came in the meantime
+    os.kill(int(os.environ["JOB_SHELL"]), signal.SIGURG)
     if job.dry_run and job.slurm_id:
         print("warning: DRY_RUN has no effect in a Slurm job", file=sys.stderr)
         job.dry_run = False
@@ -289,7 +291,12 @@ def plan(job: Job, kind: str, words: list[str]) -> tuple[int, list[str]]:
 
 
 def start(job: Job, command: on_node.Command, kind: str, words: list[str]) -> int:
-    """Start a program on all nodes, and wait for its end. Return its exit code."""
+    """Start a program on all nodes, and wait for its end. Return its exit code.
+
+    After a signal, start nothing: there would be nothing to save, and Slurm starts no step of a cancelled job.
+    """
+    if command.signals:
+        return 128 + signal.Signals[f"SIG{command.signals[0]}"]
     if kind == "srun" and not job.slurm_id:
         print(f"this is not a Slurm job: torchrun starts the {job.ranks} ranks instead of srun")
         kind = "torchrun"
@@ -359,9 +366,8 @@ def finish(job: Job, signals: list[str], code: int) -> int:
 
     Return the exit code of the job.
     """
-    for number in on_node.SIGNALS:
-        # A second signal does not interrupt this function. It may end the upload, which is a process of its own
-        signal.signal(number, lambda *_: None)
+    # A second signal does not interrupt this function. It may end the upload, which is a process of its own
+    on_node.handle_signals(lambda *_: None)
     asked = ask_slurm("scontrol", "show", "job", job.slurm_id) if signals and job.slurm_id else ""
     end = end_attempt(job.record, job.run_dir, job.attempt, code, "Reason=TimeLimit" in asked, job.nodes * job.ranks)
     shutil.rmtree(job.run_dir.parent if end.newest else job.run_dir, ignore_errors=True)

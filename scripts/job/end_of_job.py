@@ -93,9 +93,10 @@ def failed_nodes(nodes: str) -> str:
 def job_outcome(record: Record | None, exit_code: int, signal_noted: bool, timeout: bool) -> tuple[str, int]:
     """Return status and exit code of an attempt. The training's own end decides if its launcher returned 0.
 
-    exit_code: exit code of the rank that failed first, or of the launcher.
+    exit_code: exit code of the rank that failed first, or of the launcher. After a signal, it does not count if the
+    training has completed: the signal has ended processes that had nothing left to do.
     """
-    if record and exit_code == 0:
+    if record and (exit_code == 0 or (signal_noted and record.status == "completed")):
         if record.status == "completed" or (record.finished and not timeout):
             return record.status, record.exit_code or 0
         # srun stops waiting for a stopped step whose ranks save slowly, and returns 0

@@ -47,11 +47,7 @@ class Command:
         self.signals = signals or []
         self.on_signal = on_signal
         self.process: subprocess.Popen | None = None
-        for number in SIGNALS:
-            # Keep SIGHUP ignored under nohup. Always install the SIGINT handler: a process that a script starts in the
-            # background ignores SIGINT
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.receive)
+        handle_signals(self.receive)
 
     def receive(self, number: int, frame: object) -> None:
         self.signals.append(signal.Signals(number).name.removeprefix("SIG"))
@@ -79,6 +75,16 @@ class Command:
 def end_with_parent() -> None:
     """Let the kernel send SIGTERM to this process when its parent ends, even by SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def handle_signals(handler: Callable[[int, Any], object]) -> None:
+    """Install a handler for all signals that stop a job. But keep SIGHUP ignored, as it is under nohup.
+
+    Do not keep SIGINT ignored: a process that a script starts in the background ignores it.
+    """
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def ignore(*numbers: int) -> None:

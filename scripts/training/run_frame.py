@@ -117,6 +117,7 @@ class Run:
             if self.args.save_strategy == "no":
                 # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
                 remove_stop_checkpoints(self.output_dir)
+            self.stop.ignore_signals()  # the run has completed, so a late signal must not change its exit code
         print_once(f"Run record: {self.record.path}")
         leave_process_group()
 

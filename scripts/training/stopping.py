@@ -14,8 +14,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import max_over_ranks, print_once, rank, wait_for_all_ranks
-from job.on_node import end_with_parent
-from shared.errors import STOPPED, STOPPING_SIGNALS
+from job.on_node import end_with_parent, handle_signals
+from shared.errors import STOPPED
 from training.energy import EnergyMeter
 
 
@@ -29,11 +29,7 @@ class StopRequest:
         self.process = os.getpid()
 
     def install_handlers(self) -> None:
-        for number in STOPPING_SIGNALS:
-            # Keep SIGHUP ignored under nohup. But always install the SIGINT handler, because SIGINT is ignored in a
-            # process that a script such as job.sh starts in the background
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.handle_signal)
+        handle_signals(self.handle_signal)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()  # without this, ranks would continue after torchrun was killed
 
@@ -55,8 +51,8 @@ class StopRequest:
                     os.write(sys.stdout.fileno(), text.encode())
 
     def ignore_signals(self) -> None:
-        for number in STOPPING_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        # With SIG_IGN, Python would print a traceback for a signal that it has received but not yet handled
+        handle_signals(lambda *_: None)
 
     def agree_to_stop(self) -> bool:
         """Return whether the ranks stop, with the same result on every rank. Collective until they agree to stop."""

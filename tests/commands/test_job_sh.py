@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -283,8 +284,14 @@ def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
         started.communicate()
 
 
-def test_a_signal_before_the_training_starts_ends_the_job(stub):
-    done, folder = stub("import signal; signal.pause()", lines="kill -TERM $$")
+@pytest.mark.parametrize("early", [True, False])
+def test_a_signal_before_the_training_starts_ends_the_job(stub, tmp_path, early):
+    """The signal comes before run_job.py starts, or all processes receive it while run_job.py starts."""
+    signals = "" if early else "[[ $1 != */run_job.py ]] || { kill -TERM 0; kill -HUP 0; }"
+    program(tmp_path / "bin", "python", f'{signals}\nexec {sys.executable} "$@"')
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+    lines = "kill -TERM $$" if early else ""
+    done, folder = stub("import signal; signal.pause()", lines=lines, PATH=path)
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
     assert "status: stopped (exit code 143)" in done.stdout
@@ -338,6 +345,16 @@ def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps, owner):
     progress = len(steps) > 1 and owner == "47"
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == progress
     assert ("not requeued: this attempt saved no checkpoint" in done.stdout) != progress
+
+
+@pytest.mark.promise("reliability 9")
+def test_a_signal_after_the_training_changes_nothing(stub, tmp_path):
+    program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
+    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
+    code = BEFORE_IT_SAVED.format(steps=(4, 8), owner="47").replace("running", "completed")
+    done, folder = stub(code, lines="export SCRIPT=$$", **IN_A_JOB | variables)
+    assert (done.returncode, read_record(folder / "results/47.json").status) == (0, "completed"), done
+    assert "requeue 47" not in Path(tmp_path / "asked").read_text().splitlines()
 
 
 def test_a_second_command_of_a_script_runs_after_the_first(stub):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from helpers import REPOSITORY, free_port, until
+from helpers import LIMIT, REPOSITORY, free_port, until
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 
@@ -26,9 +26,9 @@ def start(tmp_path):
     """Start launch.py as node `first` or `second` of a job with two nodes; both end with the test."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     # print writes a line in pieces, which could mix with the pieces of another rank
-    (tmp_path / "x.py").write_text(
-        f"import os\nline = ' '.join(os.environ[name] for name in {names})\nos.write(1, f'{{line}}\\n'.encode())\n"
-    )
+    line = f"line = ' '.join(os.environ[name] for name in {names})\nos.write(1, f'{{line}}\\n'.encode())"
+    ran = f"open(os.path.join({str(tmp_path)!r}, 'ran_' + os.environ['RANK']), 'w')"
+    (tmp_path / "x.py").write_text(f"import os\n{line}\n{ran}\n")
     started = []
 
     def run(node_rank: int, port: int, timeout: int = 100, launch: list[str] = LAUNCH) -> subprocess.Popen:
@@ -57,9 +57,8 @@ def read_error(process: subprocess.Popen) -> str:
 
 # Start launch.py so that this node takes a second longer after it has joined a barrier of the store
 SLOW = """
-import sys, time
+import runpy, sys, time
 sys.path.insert(0, {scripts!r})
-import launch
 from torch.distributed.elastic.utils import store as store_util
 plain = store_util._barrier_nonblocking
 def slow(*arguments, **keywords):
@@ -67,15 +66,21 @@ def slow(*arguments, **keywords):
     time.sleep(1)
     return key
 store_util._barrier_nonblocking = slow
-launch.main()
+runpy.run_path({scripts!r} + "/launch.py", run_name="__main__")
 """
 
 
-def test_two_nodes_meet_at_the_given_address_and_the_first_leaves_last(start):
-    """torchrun on the first node holds the store; torchrun on the second node fails if the store ends first."""
+def test_two_nodes_meet_at_the_given_address_and_the_first_leaves_last(start, tmp_path):
+    """torchrun on the first node holds the store; torchrun on the second node fails if the store ends first.
+
+    Also, signals after the end of the ranks do not change the exit code.
+    """
     port = free_port()
     slow = [sys.executable, "-c", SLOW.format(scripts=str(REPOSITORY / "scripts"))]
     nodes = [start(1, port, launch=slow), start(0, port)]
+    processes = [psutil.Process(node.pid) for node in nodes]
+    until(lambda: len([*tmp_path.glob("ran_*")]) == 4 and not any(each.children() for each in processes))
+    until(lambda: None not in [node.send_signal(signal.SIGTERM) or node.poll() for node in nodes], pause=0.1)
     lines, errors = zip(*[node.communicate(timeout=120) for node in nodes], strict=True)
     assert ([node.returncode for node in nodes], errors) == ([0, 0], ("", ""))
     assert sorted("".join(lines).splitlines()) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
@@ -91,6 +96,16 @@ def test_an_unreachable_first_node_is_reported_on_both_nodes(start):
     problem = f"second cannot reach 127.0.0.1:{port} ([Errno 111] Connection refused) within 1 s; "
     assert read_error(start(1, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
     assert read_error(start(0, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
+
+
+def test_a_signal_ends_nodes_that_wait_for_another_node_at_once(start, tmp_path):
+    """The first node waits in its store; the second waits for another first node, which does not listen."""
+    nodes = [start(0, free_port(), timeout=300), start(1, free_port(), timeout=300)]
+    store = psutil.Process(nodes[0].pid).net_connections
+    until(lambda: (tmp_path / "joining_second").exists() and "LISTEN" in [each.status for each in store()])
+    for node in nodes:
+        node.send_signal(signal.SIGINT)
+    assert [(*node.communicate(timeout=LIMIT), node.returncode) for node in nodes] == [("", "", 130)] * 2
 
 
 # Attacks: another user of the network writes code into the store of a running launch
