@@ -25,7 +25,7 @@ from pathlib import Path
 from distributed.rendezvous import free_port, node_name
 from job import on_node
 from job.end_of_job import End, ask_slurm, begin_attempt, end_attempt, note_attempt, sweep
-from records.schema import Attempt, Record, check_job_id
+from records.schema import Attempt, Record, check_job_id, read_record
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program, survive_lost_output, whole_number
 from shared.paths import CHECKPOINT_MARKER, REPOSITORY
 
@@ -40,6 +40,8 @@ def main() -> None:
     survive_lost_output()
     on_node.end_with_parent()
     job = Job(kind)
+    if job.restarts and is_completed(job, words):
+        sys.exit(print(f"{job.record}: completed before Slurm started this job again, so nothing is left to do"))
     command = on_node.Command(os.environ["NOTED_SIGNALS"].split(), lambda: note_signal(job))
     if job.dry_run and job.slurm_id:
         print("warning: DRY_RUN has no effect in a Slurm job", file=sys.stderr)
@@ -121,6 +123,17 @@ class Job:
 
 
 # 1. Before the training
+
+
+def is_completed(job: Job, words: list[str]) -> bool:
+    """Return True if an earlier start of this job has completed the training. words: its program and arguments.
+
+    After a node failure, a preemption or `scontrol requeue`, Slurm also starts a job again that had only to end. A
+    second program of the script, such as an evaluation, may not have ended, so it runs again.
+    """
+    record = read_record(job.record) if job.record.exists() else None
+    programs = [Path(word).name for word in record.command[:1]] if record and record.status == "completed" else []
+    return programs == [Path(words[0]).name]
 
 
 def check(job: Job, words: list[str]) -> None:

@@ -345,8 +345,14 @@ def test_a_second_command_of_a_script_runs_after_the_first(stub):
     assert done.returncode == 0, done
     first, second, _ = re.split("^status: completed.*", done.stdout, flags=re.MULTILINE)
     assert "The Zen of Python" in first and "evaluation" in second.splitlines()
-    done, _ = stub("print('evaluation')", lines="run_python -c 'raise SystemExit(3)'")
+    done, folder = stub("print('evaluation')", lines="run_python -c 'raise SystemExit(3)'")
     assert (done.returncode, "evaluation" in done.stdout) == (3, False)
+    # After a restart, only the program whose record is completed does not run again
+    (folder / "results/47.json").write_text('{"status": "completed", "command": ["x/code.py"]}')
+    done, _ = stub("print('training')", lines="run_python -m this", SLURM_RESTART_COUNT=1, **IN_A_JOB)
+    assert done.returncode == 0 and "The Zen of Python" in done.stdout and "training" not in done.stdout.splitlines(), (
+        done
+    )
 
 
 # The allocation of a job, from Slurm's variables
