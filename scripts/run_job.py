@@ -26,7 +26,7 @@ from distributed.rendezvous import free_port, node_name
 from job import on_node
 from job.end_of_job import End, ask_slurm, begin_attempt, end_attempt, note_attempt, sweep
 from records.schema import Attempt, Record, check_job_id, read_record
-from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program, survive_lost_output, whole_number
+from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, report, run_program, survive_lost_output, whole_number
 from shared.paths import CHECKPOINT_MARKER, REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -58,7 +58,7 @@ def main() -> None:
         code = check_bandwidth(job, command) if os.environ["CHECK_BANDWIDTH"] == "yes" else 0
         code = code or start(job, command, job.kind, words)
     except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(error)
         code = error.code
     except Exception:  # a mistake here must not leave a job without its end
         traceback.print_exc()
