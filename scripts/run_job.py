@@ -93,7 +93,8 @@ class Job:
         self.nodes = 1 if one else self.all_nodes
         number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
         in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
-        self.asked_gpus = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
+        option = r"--gpus-per-node[= ]|--gres[= ](?:\S+,)?gpu:"
+        self.asked_gpus = int(self.directive(option, number, str(max(1, in_all))))
         self.in_slurm = ask_slurm("scontrol", "show", "job", self.slurm_id) if self.slurm_id else ""
         requested = os.environ.get("SLURM_GPUS_PER_NODE", "0")
         # In a job with whole nodes (--exclusive), GPUs that nobody requested are allocated, too

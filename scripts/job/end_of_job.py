@@ -303,10 +303,14 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
     missing += log.problems
     if not log.samples:
         missing.append(f"{log.path}: no sample")
+    missing += [
+        f"GPU {name} memory{on_host(log)}: nvidia-smi reported none" for name in log.names() if not log.mib(name)
+    ]
     return [
         f"{'CPU' if name == 'process' else f'GPU {name}'} memory{on_host(log)}: peak {log.peak(name):.0f} MiB, "
-        f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
+        f"mean {log.mean(name):.0f} MiB ({len(log.mib(name))} samples)"
         for name in log.names()
+        if log.mib(name)
     ]
 
 

@@ -50,6 +50,7 @@ class Memory:
 
 
 NOT_LOGGED = Missing("the job ended before its training began")
+NO_MEMORY = Missing("nvidia-smi reported no memory of the job's GPUs")
 NO_JOB_SCRIPT = Missing("no job script started this run, so there is no memory log")
 
 
@@ -344,7 +345,7 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
         run.problems.append(reason)
         return Missing(reason)
     samples = [mib for log in logs for name in log.samples for mib in log.mib(name)]
-    return Memory(max(samples), min(samples), sum(samples) / len(samples))
+    return Memory(max(samples), min(samples), sum(samples) / len(samples)) if samples else NO_MEMORY
 
 
 def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:

@@ -286,12 +286,16 @@ def test_the_summary_shows_the_mean_power_of_each_gpu(limit, line):
     assert "GPU 1 memory: peak 9 MiB, mean 9 MiB (2 samples)" in shown
 
 
-def test_the_summary_reports_an_empty_log():
+def test_the_summary_reports_an_empty_log_and_a_gpu_without_memory_of_its_own():
     Path("gpu_memory").mkdir()
-    Path("gpu_memory/gpu_memory_log_7.csv").write_text(GPU_LINE.format("[N/A]"))
+    path = Path("gpu_memory/gpu_memory_log_7.csv")
+    path.write_text(GPU_LINE.format("[N/A]").replace("212.40", "[N/A]"))
     lines = summary("7", Record(status="completed", train=TRAIN), 0, [], earlier=False)
-    assert lines[1].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
-    assert lines[2] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
+    assert lines[1].startswith(f"missing: {path}:1: no sample (2026/01/31")
+    assert lines[2] == f"missing: {path}: no sample"
+    path.write_text(GPU_LINE.format("[N/A]").replace("143771", "[N/A]"))
+    lines = summary("7", Record(status="completed", train=TRAIN), 0, [], earlier=False)
+    assert lines[0] == "GPU 0 power: mean 212 W" and lines[2:] == ["missing: GPU 0 memory: nvidia-smi reported none"]
 
 
 def test_without_a_gpu_one_line_replaces_the_rows_of_a_gpu():
