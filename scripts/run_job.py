@@ -71,11 +71,12 @@ class Job:
 
     kind: python, torchrun or srun. nodes: those that the training uses. gpus, ranks: numbers per node. attempt,
     run_dir: the current start of this job, and the folder in which its parts exchange files; both are set when the
-    attempt begins.
+    attempt begins. notes: what makes it slower than its allocation allows.
     """
 
     attempt: Attempt
     run_dir: Path
+    notes: tuple[str, ...] = ()
 
     def __init__(self, kind: str):
         self.id = os.environ["JOB_ID"]
@@ -133,8 +134,7 @@ def is_completed(job: Job, words: list[str]) -> bool:
     second program of the script, such as an evaluation, may not have ended, so it runs again.
     """
     record = read_record(job.record) if job.record.exists() else None
-    programs = [Path(word).name for word in record.command[:1]] if record and record.status == "completed" else []
-    return programs == [Path(words[0]).name]
+    return bool(record and record.status == "completed" and Path(*record.command[:1]).name == Path(words[0]).name)
 
 
 def check(job: Job, words: list[str]) -> None:
@@ -177,8 +177,13 @@ def check_allocation(job: Job, words: list[str]) -> None:
 def set_variables(job: Job) -> None:
     """Export what the training and the other nodes need."""
     cpus = min(int(os.environ.get("SLURM_CPUS_ON_NODE") or 1 << 20), len(os.sched_getaffinity(0)))
+    cpus_per_rank = max(1, cpus // job.ranks)
     # torchrun would set one thread, which makes an optimizer step on the CPU very slow
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // job.ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(cpus_per_rank)
+    origins = re.findall(r" OMP_NUM_THREADS=(\w+)", os.environ.get("KNOB_ORIGINS", ""))  # the last one counts
+    if origins[-1:] == ["submission"] and threads.isdecimal() and int(threads) < cpus_per_rank:
+        what = f"{threads} thread(s) for the {cpus_per_rank} CPUs of each rank"
+        job.notes = (f"OMP_NUM_THREADS comes from the submission: {what}; unset it before you submit",)
     os.environ |= {
         "NODES": str(job.nodes),
         "ALLOCATED_NODES": str(job.all_nodes),
@@ -199,7 +204,7 @@ def begin(job: Job) -> None:
             keep_log(job)
         lock(job)
         nodes = ask_slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
-        facts = {"nodes": nodes[: job.nodes] or [node_name()], "overrides": job.overrides()}
+        facts = {"nodes": nodes[: job.nodes] or [node_name()], "overrides": job.overrides(), "notes": job.notes}
         job.attempt = begin_attempt(job.record, job.restarts, **facts)
         # Each attempt has its own folder. So a process of an earlier attempt, on a node that did not answer for a
         # while, cannot change the notes of this one
@@ -264,7 +269,7 @@ def prepare(job: Job) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired, OSError), (job.run_dir / "git_status").open("wb") as file:
         subprocess.run(status, stdout=file, stderr=subprocess.DEVNULL, timeout=20)
     print(f"job {job.id} of {job}, rendezvous {address}:{os.environ['MASTER_PORT']}")
-    print(f"nodes: {' '.join(job.attempt.nodes)}")
+    print("\n".join([f"nodes: {' '.join(job.attempt.nodes)}", *job.notes]))
     if job.nodes < job.all_nodes:
         print(f"run_{job.kind} uses 1 of the {job.all_nodes} nodes of this job")
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and shutil.which("nvidia-smi"):

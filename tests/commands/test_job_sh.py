@@ -155,13 +155,17 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
 
 @pytest.mark.parametrize(
     ("cpus", "gpus", "given", "expected"),
-    [(4096, 1, None, CORES), (1, 1, None, 1), (4096, "a100:2", None, max(1, CORES // 2)), (64, 2, 5, 5)],
+    [(4096, 1, None, CORES), (1, 1, None, 1), (4096, "a100:2", None, max(1, CORES // 2)), (64, 2, 5, 5), (64, 1, 1, 1)],
 )
 def test_threads_per_rank_equal_its_cpus(stub, cpus, gpus, given, expected):
-    """The job gets as many CPUs as Slurm gives it, but not more than this machine has."""
+    """The job gets as many CPUs as Slurm gives it, but not more than this machine has. Fewer threads are noted."""
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
-    done, _ = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", OMP_NUM_THREADS=given, **slurm)
+    done, folder = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", OMP_NUM_THREADS=given, **slurm)
     assert printed(done) == [str(expected), str(cpus)]
+    line = f"OMP_NUM_THREADS comes from the submission: 1 thread(s) for the {CORES} CPUs of each rank; "
+    notes = [f"{line}unset it before you submit"] * (given == 1 < CORES)
+    assert [each for each in done.stdout.splitlines() if each.startswith("OMP_NUM_THREADS")] == notes
+    assert read_attempts(folder / "results/47.json")[0].notes == notes
     assert done.stdout.startswith(f"job 47 of experiments/mine/x: site laptop, 1 node(s) x {str(gpus)[-1]} rank(s)")
 
 
