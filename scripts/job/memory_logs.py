@@ -80,13 +80,13 @@ class MemoryLog:
 
     def curve(self, series: str) -> list[tuple[float, float]]:
         """Return the known memory as (seconds since the first sample, MiB)."""
-        start = self.start(series)
-        return [(each.seconds - start, each.mib) for each in self.samples[series] if each.mib is not None]
+        samples = self.samples[series]
+        return [(each.seconds - samples[0].seconds, each.mib) for each in samples if each.mib is not None]
 
     def power_curve(self, series: str) -> list[tuple[float, float]]:
         """Return the known power as (seconds since the first sample, W)."""
-        start = self.start(series)
-        return [(each.seconds - start, each.watts) for each in self.samples[series] if each.watts is not None]
+        samples = self.samples[series]
+        return [(each.seconds - samples[0].seconds, each.watts) for each in samples if each.watts is not None]
 
     def span(self) -> float:
         """Return the seconds from the first to the last sample."""
