@@ -93,9 +93,8 @@ class Job:
         one = kind == "python" or (self.asked_nodes == 1 and not self.by_sbatch)
         self.nodes = 1 if one else self.all_nodes
         number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
-        in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
-        option = r"--gpus-per-node[= ]|--gres[= ](?:\S+,)?gpu:"
-        self.asked_gpus = int(self.directive(option, number, str(max(1, in_all))))
+        in_all = max(1, int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes)
+        self.asked_gpus = int(self.directive(r"--gpus-per-node[= ]|--gres[= ](?:\S+,)?gpu:", number, str(in_all)))
         self.in_slurm = ask_slurm("scontrol", "show", "job", self.slurm_id) if self.slurm_id else ""
         requested = os.environ.get("SLURM_GPUS_PER_NODE", "0")
         # In a job with whole nodes (--exclusive), GPUs that nobody requested are allocated, too
@@ -182,8 +181,9 @@ def set_variables(job: Job) -> None:
     threads = os.environ.get("OMP_NUM_THREADS") or str(cpus_per_rank)
     origins = re.findall(r" OMP_NUM_THREADS=(\w+)", os.environ.get("KNOB_ORIGINS", ""))  # the last one counts
     if origins[-1:] == ["submission"] and threads.isdecimal() and int(threads) < cpus_per_rank:
-        what = f"{threads} thread(s) for the {cpus_per_rank} CPUs of each rank"
-        job.notes = (f"OMP_NUM_THREADS comes from the submission: {what}; unset it before you submit",)
+        job.notes = (
+            f"OMP_NUM_THREADS={threads} from the submission: each rank has {cpus_per_rank} CPUs; unset it first",
+        )
     os.environ |= {
         "NODES": str(job.nodes),
         "ALLOCATED_NODES": str(job.all_nodes),

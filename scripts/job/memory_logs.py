@@ -78,15 +78,14 @@ class MemoryLog:
         """Return the seconds of the first sample."""
         return self.samples[series][0].seconds
 
-    def curve(self, series: str) -> list[tuple[float, float]]:
-        """Return the known memory as (seconds since the first sample, MiB)."""
-        samples = self.samples[series]
-        return [(each.seconds - samples[0].seconds, each.mib) for each in samples if each.mib is not None]
+    def curve(self, series: str, value: str = "mib") -> list[tuple[float, float]]:
+        """Return the known memory as (seconds since the first sample, MiB). value: another field of Sample."""
+        known = [(each.seconds, getattr(each, value)) for each in self.samples[series]]
+        return [(seconds - self.start(series), value) for seconds, value in known if value is not None]
 
     def power_curve(self, series: str) -> list[tuple[float, float]]:
         """Return the known power as (seconds since the first sample, W)."""
-        samples = self.samples[series]
-        return [(each.seconds - samples[0].seconds, each.watts) for each in samples if each.watts is not None]
+        return self.curve(series, "watts")
 
     def span(self) -> float:
         """Return the seconds from the first to the last sample."""

@@ -123,8 +123,7 @@ else:
 
 
 def test_the_rank_that_failed_first_decides_although_its_launcher_waits_for_another_rank(two_nodes, tmp_path):
-    train = tmp_path / "experiments/mine/train.py"
-    train.write_text(FAILING_RANKS)
+    (tmp_path / "experiments/mine/train.py").write_text(FAILING_RANKS)
     done = two_nodes(BOTH_NODES, MASTER_ADDR="127.0.0.1", LOGGERS="no", SLURM_GPUS_PER_NODE="2")
     assert done.returncode == 3, done
     assert "rank 1 on node1 ended first, with exit code 3" in done.stdout.splitlines()

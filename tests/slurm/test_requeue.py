@@ -153,9 +153,9 @@ def test_a_completed_job_that_slurm_starts_again_stays_completed(undisturbed):
     requeue(job)
     until(lambda: job.log != log, RUN_TIMEOUT)
     job.wait()
-    line = f"results/{job.job_id}.json: completed before Slurm started this job again, so nothing is left to do"
-    assert (job.state, job.code, job.log) == ("COMPLETED", 0, f"{log}{line}\n"), str(job)
-    assert snapshot(job.folder / "results", job.output) == before
+    log += f"results/{job.job_id}.json: completed before Slurm started this job again, so nothing is left to do\n"
+    after = snapshot(job.folder / "results", job.output)
+    assert (job.state, job.code, job.log, after) == ("COMPLETED", 0, log, before), str(job)
 
 
 @pytest.mark.promise("reliability 9")

@@ -186,16 +186,13 @@ def test_a_node_that_slurm_reports_as_down_is_the_reason(monkeypatch):
     assert read_record(PATH).reason == "node failure on node3"
 
 
-LAUNCHER = "launcher 0 on node1"
-
-
 @pytest.mark.parametrize(
     ("process", "code", "ranks", "reason"),
     [
         ("rank 0 on node1", 137, 1, f"exit code 137 {KILLED}"),
         ("rank 0 on node1", 2, 1, None),
         # the kernel ends a process that needs much memory, and a launcher needs little
-        (LAUNCHER, 137, 2, f"{LAUNCHER} ended first, with exit code 137 (ended by SIGKILL)"),
+        ("launcher 0 on n1", 137, 2, "launcher 0 on n1 ended first, with exit code 137 (ended by SIGKILL)"),
     ],
 )
 def test_the_reason_fits_the_process(process, code, ranks, reason):
@@ -228,24 +225,25 @@ def test_lost_attempts_keep_their_reasons_and_get_an_end(monkeypatch):
     """
     PATH.parent.mkdir()
     day = "2026-01-0{}T00:00:00+00:00"
-    closed = {"status": "failed", "exit_code": 3, "finished": day.format(1)}
-    completed = {"status": "completed", "exit_code": 0, "finished": day.format(3)}
-    records = [closed, {"status": "running"}, completed, {}]
+    records = [
+        {"status": "failed", "exit_code": 3, "finished": day.format(1)},
+        {},
+        {"status": "completed", "exit_code": 0, "finished": day.format(3)},
+        {},
+    ]
     for number, (down, record) in enumerate(zip(("", "node1", "node2", "node1"), records, strict=True)):
         monkeypatch.setattr(end_of_job, "ask_slurm", lambda *words, down=down: down)
         begin_attempt(PATH, number, nodes=["node1", "node2"])
         write_json(PATH, {"status": "running", "attempt": number + 1} | record)
         os.utime(PATH, (time := datetime(2026, 1, 2, tzinfo=UTC).timestamp(), time))
-    attempts = [(each.status, each.exit_code, each.reason) for each in end_of_job.read_attempts(PATH)]
-    assert attempts == [
+    attempts = end_of_job.read_attempts(PATH)
+    assert [(each.status, each.exit_code, each.reason) for each in attempts] == [
         ("failed", 3, "node failure on node1"),
         ("failed", None, "node failure on node2"),
         ("completed", 0, "node failure on node1"),
         ("running", None, None),
     ]
-    assert [each.finished.isoformat() for each in end_of_job.read_attempts(PATH)[:3]] == list(
-        map(day.format, (1, 2, 3))
-    )
+    assert [each.finished.isoformat() for each in attempts[:3]] == list(map(day.format, (1, 2, 3)))
     assert read_record(PATH).status == "running"
 
 
