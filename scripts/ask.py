@@ -24,7 +24,7 @@ from model import check_model, load_model, load_tokenizer
 from read_questions import READABLE, UNANSWERABLE
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
-from shared.errors import OneLineErrors, WorkshopError, report, run_program
+from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.hub import draw_bars_on_terminals_only
 from shared.json_files import decode, read_bytes
 from training.exact_match import Generation, answer_questions
@@ -55,7 +55,7 @@ def main() -> None:
         except WorkshopError as error:
             if arguments.question:
                 raise
-            report(error)
+            print(f"error: {error}", file=sys.stderr)
             continue
         if prompt["cut"][0]:
             print(f"note: the end of {arguments.context} was cut off; see --max_length", file=sys.stderr)

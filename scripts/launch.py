@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,7 +37,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
 from job import on_node
-from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
+from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, note_end, run_program
 
 LOOPBACK = "127.0.0.1"
 SECONDS_BEFORE_KILL = 5  # time between a second Ctrl-C and SIGKILL, in which ranks may end by themselves
@@ -82,12 +81,13 @@ def main() -> None:
 
 
 def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
-    """Note the time when torchrun logs a failed rank. Return whether to print the log entry.
+    """Note the time when torchrun finds a failed rank. Return whether to print the log entry.
 
+    torchrun logs the failed rank only after it has ended the other ranks, which can take half a minute.
     Entries about stopped ranks and about ranks that torchrun ends are dropped, because they are not the user's errors.
     """
     text = entry.getMessage()
-    if "failed (exitcode" in text:
+    if re.search(r"failed \(exitcode|closing signal", text):
         failed_at.append(time.time_ns())
     return not re.search(f"exitcode: {STOPPED}|closing signal", text)
 
@@ -97,10 +97,8 @@ def report_first_failure(rank: str, code: int, time_ns: int) -> None:
 
     In a job, write a note for end_of_job.py, because a rank of another node may have ended earlier. Otherwise print.
     """
-    if run_dir := os.environ.get("RUN_DIR"):
-        # a full disk must not change the exit code
-        with contextlib.suppress(OSError), Path(run_dir, "exit_codes").open("a") as file:
-            file.write(f"{time_ns} {code} {rank}\n")
+    if "RUN_DIR" in os.environ:
+        note_end(code, rank, time_ns)
     elif code != STOPPED:
         print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
 

@@ -15,6 +15,7 @@ import contextlib
 import io
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -38,6 +39,10 @@ def main() -> None:
     if arguments.timeout < 1:
         raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give at least 1, for example 1800")
     caller = dict(os.environ)
+    # End as after Ctrl-C, so that no job and no folder is left
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))
     try:
         states = run_check("site", load_site(folder))

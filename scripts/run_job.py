@@ -25,8 +25,8 @@ from pathlib import Path
 from distributed.rendezvous import free_port, node_name
 from job import on_node
 from job.end_of_job import End, ask_slurm, begin_attempt, end_attempt, note_attempt, sweep
-from records.schema import Attempt, Record, check_job_id
-from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program, survive_lost_output, whole_number
+from records.schema import Attempt, Record, check_job_id, read_record
+from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, report, run_program, survive_lost_output, whole_number
 from shared.paths import CHECKPOINT_MARKER, REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -39,6 +39,8 @@ def main() -> None:
     kind, *words = sys.argv[1:]
     survive_lost_output()
     job = Job(kind)
+    if job.restarts and is_completed(job, words):
+        sys.exit(print(f"{job.record}: completed before Slurm started this job again, so nothing is left to do"))
     command = on_node.Command(os.environ["NOTED_SIGNALS"].split(), lambda: note_signal(job))
     on_node.end_with_parent()
     # job.sh has started this process with ignored signals, and now sends those that came in the meantime
@@ -58,7 +60,7 @@ def main() -> None:
         code = check_bandwidth(job, command) if os.environ["CHECK_BANDWIDTH"] == "yes" else 0
         code = code or start(job, command, job.kind, words)
     except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(error)
         code = error.code
     except Exception:  # a mistake here must not leave a job without its end
         traceback.print_exc()
@@ -71,11 +73,12 @@ class Job:
 
     kind: python, torchrun or srun. nodes: those that the training uses. gpus, ranks: numbers per node. attempt,
     run_dir: the current start of this job, and the folder in which its parts exchange files; both are set when the
-    attempt begins.
+    attempt begins. notes: what makes it slower than its allocation allows.
     """
 
     attempt: Attempt
     run_dir: Path
+    notes: tuple[str, ...] = ()
 
     def __init__(self, kind: str):
         self.id = os.environ["JOB_ID"]
@@ -92,8 +95,8 @@ class Job:
         one = kind == "python" or (self.asked_nodes == 1 and not self.by_sbatch)
         self.nodes = 1 if one else self.all_nodes
         number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
-        in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
-        self.asked_gpus = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
+        in_all = max(1, int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes)
+        self.asked_gpus = int(self.directive(r"--gpus-per-node[= ]|--gres[= ](?:\S+,)?gpu:", number, str(in_all)))
         self.in_slurm = ask_slurm("scontrol", "show", "job", self.slurm_id) if self.slurm_id else ""
         requested = os.environ.get("SLURM_GPUS_PER_NODE", "0")
         # In a job with whole nodes (--exclusive), GPUs that nobody requested are allocated, too
@@ -123,6 +126,16 @@ class Job:
 
 
 # 1. Before the training
+
+
+def is_completed(job: Job, words: list[str]) -> bool:
+    """Return True if an earlier start of this job has completed the training. words: its program and arguments.
+
+    After a node failure, a preemption or `scontrol requeue`, Slurm also starts a job again that had only to end. A
+    second program of the script, such as an evaluation, may not have ended, so it runs again.
+    """
+    record = read_record(job.record) if job.record.exists() else None
+    return bool(record and record.status == "completed" and Path(*record.command[:1]).name == Path(words[0]).name)
 
 
 def check(job: Job, words: list[str]) -> None:
@@ -165,8 +178,14 @@ def check_allocation(job: Job, words: list[str]) -> None:
 def set_variables(job: Job) -> None:
     """Export what the training and the other nodes need."""
     cpus = min(int(os.environ.get("SLURM_CPUS_ON_NODE") or 1 << 20), len(os.sched_getaffinity(0)))
+    cpus_per_rank = max(1, cpus // job.ranks)
     # torchrun would set one thread, which makes an optimizer step on the CPU very slow
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // job.ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(cpus_per_rank)
+    origins = re.findall(r" OMP_NUM_THREADS=(\w+)", os.environ.get("KNOB_ORIGINS", ""))  # the last one counts
+    if origins[-1:] == ["submission"] and threads.isdecimal() and int(threads) < cpus_per_rank:
+        job.notes = (
+            f"OMP_NUM_THREADS={threads} from the submission: each rank has {cpus_per_rank} CPUs; unset it first",
+        )
     os.environ |= {
         "NODES": str(job.nodes),
         "ALLOCATED_NODES": str(job.all_nodes),
@@ -187,7 +206,7 @@ def begin(job: Job) -> None:
             keep_log(job)
         lock(job)
         nodes = ask_slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
-        facts = {"nodes": nodes[: job.nodes] or [node_name()], "overrides": job.overrides()}
+        facts = {"nodes": nodes[: job.nodes] or [node_name()], "overrides": job.overrides(), "notes": job.notes}
         job.attempt = begin_attempt(job.record, job.restarts, **facts)
         # Each attempt has its own folder. So a process of an earlier attempt, on a node that did not answer for a
         # while, cannot change the notes of this one
@@ -252,7 +271,7 @@ def prepare(job: Job) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired, OSError), (job.run_dir / "git_status").open("wb") as file:
         subprocess.run(status, stdout=file, stderr=subprocess.DEVNULL, timeout=20)
     print(f"job {job.id} of {job}, rendezvous {address}:{os.environ['MASTER_PORT']}")
-    print(f"nodes: {' '.join(job.attempt.nodes)}")
+    print("\n".join([f"nodes: {' '.join(job.attempt.nodes)}", *job.notes]))
     if job.nodes < job.all_nodes:
         print(f"run_{job.kind} uses 1 of the {job.all_nodes} nodes of this job")
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and shutil.which("nvidia-smi"):

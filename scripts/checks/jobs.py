@@ -14,6 +14,7 @@ from typing import Any
 
 from checks.machine import Lines, last_line, run_command
 from config import KNOBS
+from job.end_of_job import queued_jobs
 from shared.errors import whole_number
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
@@ -136,13 +137,12 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
     variables = tiny_variables(folder, caller, gpu=os.environ.get("REQUIRE_GPU") != "0")
     variables |= {"SBATCH_TIMELIMIT": str(timeout // 60 + 1)}
     submit = folder / "experiments" / "submit.sh"
-    done, output = run_command("bash", submit, "--chain", "all", env=variables, cwd=folder, timeout=120)
-    jobs = re.findall(r"^(\d+)  experiments/(.*)/", output, re.MULTILINE)
-    if not done:
-        yield "fail", "submit.sh", last_line(output)
-    deadline = time.monotonic() + timeout
     try:
-        for job_id, name in jobs:
+        done, output = run_command("bash", submit, "--chain", "all", env=variables, cwd=folder, timeout=120)
+        if not done:
+            yield "fail", "submit.sh", last_line(output)
+        deadline = time.monotonic() + timeout
+        for job_id, name in re.findall(r"^(\d+)  experiments/(.*)/", output, re.MULTILINE):
             state, reason, log = wait_for_job(job_id, deadline)
             if state == "COMPLETED":
                 yield "ok", name, state
@@ -154,7 +154,9 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
                 remedy = f"no log after {timeout} s; raise --timeout if the job is waiting for nodes"
                 yield "fail", name, f"{state} ({reason})", remedy
     finally:
-        run_command("scancel", *(job_id for job_id, _ in jobs))
+        # Find the jobs by their folder, because a signal may come before submit.sh has printed them
+        own = [job_id for job_id, job in (queued_jobs() or {}).items() if job.folder.startswith(f"{folder.resolve()}/")]
+        run_command("scancel", *own)
 
 
 def copy_repository(folder: Path) -> None:

@@ -50,7 +50,8 @@ def notes(path: Path) -> list[str]:
 def first_failed_process(run_dir: Path) -> tuple[int, str] | None:
     """Return exit code and name, such as "rank 1 on node2", of the process that failed first. None without a note.
 
-    on_node.py and launch.py note the time in ns, the exit code and the name of each process that fails.
+    on_node.py and launch.py note the time in ns, the exit code and the name of each process that fails. A process that
+    prints an error line notes this line in place of its name, at once: its launcher may notice its end much later.
 
     The clocks of the nodes are accurate enough for this order: a rank that fails only because another rank ended waits
     two seconds first (distributed/process_group.py). A line without a time sorts last. An incomplete line is skipped.
@@ -63,7 +64,8 @@ def first_failed_process(run_dir: Path) -> tuple[int, str] | None:
 def failure_reason(status: str, code: int, process: str, single: bool, noted: str | None) -> str | None:
     """Return the reason for a job's failure in one sentence, or None if the exit code is enough.
 
-    code, process: exit code and name of the process that failed first. The name is empty if no process noted its end.
+    code, process: exit code and name (or error line) of the process that failed first. The name is empty if no process
+    noted its end.
     single: the job had one process. noted: the reason that the training itself has noted.
     """
     if status in ("completed", "timeout"):
@@ -72,8 +74,10 @@ def failure_reason(status: str, code: int, process: str, single: bool, noted: st
         return f"node failure on {nodes}"
     if noted or status == "stopped" or not process:
         return noted
+    if process.startswith("error: "):
+        return process.removeprefix("error: ")
     cause = ""
-    if code == 128 + signal.SIGKILL:
+    if code == 128 + signal.SIGKILL and not process.startswith("launcher"):  # a launcher needs little memory
         cause = " (killed, most often by the kernel for want of memory: see --mem)"
     elif code - 128 in list(signal.Signals):
         cause = f" (ended by {signal.Signals(code - 128).name})"
@@ -132,12 +136,19 @@ def sweep(folder: Path, own: str = "") -> None:
 
 
 def complete_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
-    """Return an attempt with status and reason. If it noted no end, its end is the last write of its training."""
-    record = read_training(path) if path.exists() else None
-    finished = attempt.finished
-    if record and record.attempt == attempt.attempt and not record.finished and not finished:
-        finished = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
-    return attempt.model_copy(update={"status": status, "finished": finished, "reason": reason})
+    """Return an attempt with status and reason. If it noted no end, it gets its training's end, or its last write.
+
+    The training may have ended before the job's first node failed, or a rank on another node has closed its record.
+    """
+    end: dict[str, Any] = {"status": status, "reason": reason}
+    if not attempt.finished:
+        record = read_training(path) if path.exists() else None
+        own = record if record and record.attempt == attempt.attempt else None
+        if own and own.finished:
+            end |= {"status": own.status, "exit_code": own.exit_code, "finished": own.finished}
+        else:
+            end["finished"] = datetime.fromtimestamp(int((path if own else job_path(path)).stat().st_mtime), UTC)
+    return attempt.model_copy(update=end)
 
 
 def begin_attempt(path: Path, restarts: int, **facts: Any) -> Attempt:
@@ -293,10 +304,14 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
     missing += log.problems
     if not log.samples:
         missing.append(f"{log.path}: no sample")
+    missing += [
+        f"GPU {name} memory{on_host(log)}: nvidia-smi reported none" for name in log.names() if not log.mib(name)
+    ]
     return [
         f"{'CPU' if name == 'process' else f'GPU {name}'} memory{on_host(log)}: peak {log.peak(name):.0f} MiB, "
-        f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
+        f"mean {log.mean(name):.0f} MiB ({len(log.mib(name))} samples)"
         for name in log.names()
+        if log.mib(name)
     ]
 
 

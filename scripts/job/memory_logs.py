@@ -28,12 +28,13 @@ ZERO = datetime(1970, 1, 1)
 class Sample(NamedTuple):
     """One line of a log. A series is a GPU index or "process".
 
-    load: in percent of a GPU, or of one core. total: memory of the GPU in MiB. A value that is not reported is None.
+    load: in percent of a GPU, or of one core. total: memory of the GPU in MiB. A value that is not reported is None: a
+    GPU that shares the memory of the CPU, such as GB10, has no memory of its own.
     """
 
     series: str
     seconds: float
-    mib: float
+    mib: float | None
     watts: float | None = None
     load: float | None = None
     total: float | None = None
@@ -46,28 +47,27 @@ Parser = Callable[[str], Sample]  # a function that parses a line; it raises Val
 class MemoryLog:
     """Samples of one log.
 
-    samples: lists of (seconds, MiB) by series.
-    power: lists of (seconds, W) by series. Samples and series without a known power are left out.
+    samples: lists of samples by series.
     problems: lines that could not be read, as ``file:line: reason``.
     """
 
     path: Path
-    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    power: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def mib(self, series: str) -> list[float]:
-        return [mib for _, mib in self.samples[series]]
+        """Return the memory of the samples in which it is known."""
+        return [mib for _, mib in self.curve(series)]
 
     def peak(self, series: str) -> float:
-        return max(self.mib(series))
+        return max(self.mib(series), default=0)
 
     def mean(self, series: str) -> float:
-        return sum(self.mib(series)) / len(self.samples[series])
+        return sum(self.mib(series)) / len(self.mib(series))
 
     def mean_power(self, series: str) -> float | None:
         """Return the mean power in W over the samples whose power is known, or None if there is none."""
-        known = [watts for _, watts in self.power.get(series, [])]
+        known = [watts for _, watts in self.power_curve(series)]
         return sum(known) / len(known) if known else None
 
     def names(self) -> list[str]:
@@ -76,19 +76,20 @@ class MemoryLog:
 
     def start(self, series: str) -> float:
         """Return the seconds of the first sample."""
-        return self.samples[series][0][0]
+        return self.samples[series][0].seconds
 
-    def curve(self, series: str) -> list[tuple[float, float]]:
-        """Return the samples as (seconds since the first sample, MiB)."""
-        return [(time - self.start(series), mib) for time, mib in self.samples[series]]
+    def curve(self, series: str, value: str = "mib") -> list[tuple[float, float]]:
+        """Return the known memory as (seconds since the first sample, MiB). value: another field of Sample."""
+        known = [(each.seconds, getattr(each, value)) for each in self.samples[series]]
+        return [(seconds - self.start(series), value) for seconds, value in known if value is not None]
 
     def power_curve(self, series: str) -> list[tuple[float, float]]:
         """Return the known power as (seconds since the first sample, W)."""
-        return [(time - self.start(series), watts) for time, watts in self.power.get(series, [])]
+        return self.curve(series, "watts")
 
     def span(self) -> float:
         """Return the seconds from the first to the last sample."""
-        return max((samples[-1][0] - samples[0][0] for samples in self.samples.values()), default=0)
+        return max((samples[-1].seconds - samples[0].seconds for samples in self.samples.values()), default=0)
 
 
 def memory_log_paths(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
@@ -115,7 +116,7 @@ def read_gpu_log(path: Path) -> MemoryLog:
     The command is ``nvidia-smi --query-gpu=timestamp,index,name,memory.used,memory.total,power.draw,utilization.gpu
     --format=csv``. In earlier versions, the last two columns were missing.
     """
-    return read_log(path, GPU_HEADER, gpu_sample)
+    return read_log(path, GPU_HEADER, gpu_sample, turned_back=3600)
 
 
 def gpu_sample(line: str) -> Sample:
@@ -126,8 +127,9 @@ def gpu_sample(line: str) -> Sample:
     time, index, _, used, total, *added = line.split(", ")
     power, load = added or (UNKNOWN, UNKNOWN)
     seconds = local_seconds(datetime.fromisoformat(time.replace("/", "-")))
-    sample = Sample(index, seconds, number(used), number_if_known(power), number_if_known(load), number(total))
-    if not sample.mib <= number(total):
+    sample = Sample(index, seconds, *map(number_if_known, (used, power, load, total)))
+    shares_memory = sample.mib is None and sample.total is None and sample.watts is not None
+    if not shares_memory and not number(used) <= number(total):
         raise ValueError("a part is cut off")
     return sample
 
@@ -155,14 +157,7 @@ def read_cpu_log(path: Path) -> MemoryLog:
 
     psrecord writes MiB but calls the unit MB. Its seconds restart at 0 when a job resumes. Here they continue.
     """
-    log = read_log(path, CPU_HEADER, cpu_sample)
-    ended = before = 0.0
-    for number, (time, mib) in enumerate(log.samples.get("process", [])):
-        if time < before:
-            ended += before
-        before = time
-        log.samples["process"][number] = ended + time, mib
-    return log
+    return read_log(path, CPU_HEADER, cpu_sample)
 
 
 def cpu_sample(line: str) -> Sample:
@@ -184,9 +179,15 @@ def last_samples(path: Path) -> list[Sample]:
     return list(samples.values())
 
 
-def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
+def read_log(path: Path, header: str, parse: Parser, turned_back: float = 0) -> MemoryLog:
+    """Read a log whose seconds may go back.
+
+    turned_back: seconds by which a clock goes back at the end of summer time. Smaller steps are corrections of the
+    clock. 0: the seconds count from 0 again.
+    """
     log = MemoryLog(path)
     bad = []
+    added = before = 0.0
     try:
         text = read_file(path).decode("utf-8", errors="replace")
     except OSError as error:
@@ -195,16 +196,17 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
     for line_number, line in enumerate(text.splitlines(), 1):
         try:
             sample = parse(line)
-            if not sample.seconds + sample.mib + (sample.watts or 0) < LARGEST:
+            if not sample.seconds + (sample.mib or 0) + (sample.watts or 0) < LARGEST:
                 raise ValueError("a number is not finite")
         except ValueError:
             # A killed job may leave an unfinished line. The header of the next attempt continues that line
             if line.strip() and header not in line:
                 bad.append(f"{path}:{line_number}: no sample ({line.strip()[:60]})")
             continue
-        log.samples.setdefault(sample.series, []).append((sample.seconds, sample.mib))
-        if sample.watts is not None:
-            log.power.setdefault(sample.series, []).append((sample.seconds, sample.watts))
+        if sample.seconds < before - turned_back / 60:
+            added += turned_back or before
+        before = sample.seconds
+        log.samples.setdefault(sample.series, []).append(sample._replace(seconds=before + added))
     log.problems += bad[:SHOWN_PROBLEMS]
     if len(bad) > SHOWN_PROBLEMS:
         log.problems.append(f"{path}: {len(bad) - SHOWN_PROBLEMS} more such lines")

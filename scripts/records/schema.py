@@ -194,7 +194,7 @@ class Record(Part):
     version: Literal[1] = Field(default=SCHEMA, alias="schema")
     status: Status
     exit_code: int | None = None  # exit code of the training, null while it runs
-    reason: str | None = None  # why the run failed: the process that ended first, a failed node, or a hanging rank
+    reason: str | None = None  # why the run failed: an error line, the process that ended first, or a failed node
     job_id: str | None = None
     experiment: str | None = None
     run_name: str | None = None
@@ -262,6 +262,7 @@ class Attempt(Part):
     reason: str | None = None  # as in Record
     nodes: list[str] = []  # names in Slurm
     overrides: list[str] = []  # as in Record
+    notes: list[str] = []  # what makes the job slower than its allocation allows
 
 
 class JobRecord(Part):

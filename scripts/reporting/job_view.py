@@ -148,9 +148,8 @@ def sample_rows(host: str, log: Path) -> Iterator[str]:
         yield f"{host:20} {log.name}: {error.strerror}"
         return
     for sample in samples:
-        kind, used, unit = "CPU", f"{sample.mib:.0f}", "% of one core"
-        if sample.total is not None:
-            kind, used, unit = f"GPU {sample.series}", f"{used} of {sample.total:.0f}", "%"
+        kind, unit = ("CPU", "% of one core") if sample.series == "process" else (f"GPU {sample.series}", "%")
+        used = " of ".join(f"{mib:.0f}" for mib in (sample.mib, sample.total) if mib is not None) or "unknown"
         known = [(value, unit) for value, unit in ((sample.load, unit), (sample.watts, "W")) if value is not None]
         load = late or ", ".join(f"{value:.0f} {unit}" for value, unit in known)
         yield f"{host:20} {kind:8} {used:24} {load}"

@@ -20,7 +20,7 @@ from job.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_
 from reporting.colours import PARTS
 from reporting.metrics import HELD, format_number, metric_value
 from reporting.render import Plot
-from reporting.runs import Missing, Run
+from reporting.runs import NO_MEMORY, Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, find_log
 
@@ -203,7 +203,7 @@ class Logged:
 
 def read_logged(run: Run, kind: str) -> Logged:
     """Read the curves of a run. kind: `GPU` or `CPU`."""
-    if kind == "GPU" and isinstance(run.gpu, Missing):
+    if kind == "GPU" and isinstance(run.gpu, Missing) and run.gpu is not NO_MEMORY:
         return Logged([], [], 0)
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
@@ -228,7 +228,9 @@ def draw_pauses(axis: Axes, runs: list[Run], gpus: list[Logged]) -> None:
     above.set_axis_off()
     for place, (pauses, start, (colour, _, _)) in enumerate(found):
         for pause in pauses:
-            began, seconds = local_seconds(pause.started) - start, (pause.finished - pause.started).total_seconds()
+            # Convert the time at the end of summer time, as the log continues without it
+            began = local_seconds(pause.started.astimezone(pauses[0].started.tzinfo)) - start
+            seconds = (pause.finished - pause.started).total_seconds()
             above.broken_barh([(began, seconds)], (place, 0.8), edgecolor=colour, linewidth=0.8,
                               facecolor=colour if pause.what == "evaluation" else "none",
                               hatch="" if pause.what == "evaluation" else "//////")  # fmt: skip

@@ -10,7 +10,16 @@ from typing import Any
 from job.end_of_job import ended_without_a_word, is_alive, queue_state, reason_from_slurm
 from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
-from reporting.trainer_log import find_log, last_error, last_lines, last_step, log_end, read_problem, read_summary
+from reporting.trainer_log import (
+    find_log,
+    last_error,
+    last_exception,
+    last_lines,
+    last_step,
+    log_end,
+    read_problem,
+    read_summary,
+)
 from shared.errors import WorkshopError
 
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -41,6 +50,7 @@ class Memory:
 
 
 NOT_LOGGED = Missing("the job ended before its training began")
+NO_MEMORY = Missing("nvidia-smi reported no memory of the job's GPUs")
 NO_JOB_SCRIPT = Missing("no job script started this run, so there is no memory log")
 
 
@@ -260,8 +270,8 @@ def set_status(run: Run) -> None:
         # Show no error line for a stopped run: it may have several attempts, and the line may be from an earlier one.
         if run.status in ("stopped", "timeout"):
             notes.append("no checkpoint was saved at its end")
-        elif error := last_error(text):
-            if record.reason and record.reason in error:  # The watchdog writes its reason to the record and to the log.
+        elif error := last_error(text) or last_exception(text):
+            if record.reason and record.reason in error:  # An error line is in the record and in the log.
                 notes.clear()
             notes.append(error)
     start = f"resumed from {record.resumed_from}" if record.resumed_from else "from step 0"
@@ -298,7 +308,7 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
         run.status = status
         run.status_notes += [f"exit code {code}", "before its training began"]
     elif (last := last_lines(text)) and not is_alive(record_path(folder, job_id)):
-        run.problems.append(f"{log}: no run record; the log ends with: {last}")
+        run.problems.append(f"{log}: no run record; the end of the log: {last}")
     else:
         problem = "no run record; the training has not begun, or the job ended before it began"
         run.problems.append(f"{record_path(folder, job_id)}: {problem}")
@@ -337,7 +347,7 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
         run.problems.append(reason)
         return Missing(reason)
     samples = [mib for log in logs for name in log.samples for mib in log.mib(name)]
-    return Memory(max(samples), min(samples), sum(samples) / len(samples))
+    return Memory(max(samples), min(samples), sum(samples) / len(samples)) if samples else NO_MEMORY
 
 
 def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:

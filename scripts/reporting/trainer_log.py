@@ -13,6 +13,11 @@ from shared.files import read_file
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
+# The line of an exception is the first one after `Traceback` that is not indented. PyTorch puts the rank before each.
+# A syntax error in the program itself has no line `Traceback`
+EXCEPTION = re.compile(
+    r"^(\[rank\d+\]: |)Traceback \(.*\n(?:(?!\1\S).*\n)*\1(\S.*)|^((?:Syntax|Indentation)Error: .*)", re.MULTILINE
+)
 ATTEMPT = re.compile(r"^(?=job \S+ of )", re.MULTILINE)  # the first line that run_job.py prints in each attempt
 STEP = re.compile(r"^step (\d{1,9}) of (\d{1,9}) \(\d+ %\) after (\d{1,9}) s", re.MULTILINE)
 RESUMED = re.compile(r"^resuming from step (\d{1,9})", re.MULTILINE)
@@ -56,6 +61,12 @@ def last_error(text: str) -> str:
     """Return the last line that begins with "error: ". It is the reason why the job ended."""
     lines = ERROR.findall(text)
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
+
+
+def last_exception(text: str) -> str:
+    """Return the line of the last exception in a log, such as "ValueError: no such mode". It is empty without one."""
+    lines = [raised or syntax_error for _, raised, syntax_error in EXCEPTION.findall(text)]
+    return lines[-1][:LONGEST_ERROR] if lines else ""
 
 
 def last_values(text: str, name: str, count: int = 1) -> list[str]:
@@ -105,10 +116,10 @@ def read_summary(text: str) -> tuple[str, str]:
 
 
 def last_lines(text: str) -> str:
-    """Join the last lines of a log before the job's summary. A traceback ends with its error there."""
+    """Return the exception in a log. Without one, join the last lines before the job's summary."""
     ends = [summary.start() for summary in SUMMARY.finditer(text)]
     lines = [line.strip() for line in text[: ends[-1] if ends else None].splitlines()]
-    return " / ".join(list(filter(None, lines))[-LAST_LINES:])[-LONGEST_ERROR:]
+    return last_exception(text) or " / ".join(list(filter(None, lines))[-LAST_LINES:])[-LONGEST_ERROR:]
 
 
 def entries(log: Path | None) -> Iterator[dict[str, float]]:

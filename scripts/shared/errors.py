@@ -17,6 +17,7 @@ distributed/process_group.py instead. launch.py and run_job.py end with the code
 """
 
 import argparse
+import contextlib
 import difflib
 import errno
 import io
@@ -26,6 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 BAD_INPUT = 2
@@ -80,7 +82,7 @@ def run_program(main: Callable[[], None]) -> None:
 
 
 def report(error: WorkshopError, first: int = 0) -> None:
-    """Print the error line on stderr, once per job.
+    """Print the error line on stderr, once per job, just before this process ends.
 
     Usually every rank finds the same error. The rank `first` reports it, and the launcher then ends the other ranks,
     which wait here. An error that only this rank finds, such as a file missing on one node, is reported after the wait.
@@ -92,6 +94,18 @@ def report(error: WorkshopError, first: int = 0) -> None:
     # A progress bar, which is drawn only on a terminal, leaves the cursor in the middle of a line
     line_of_its_own = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{line_of_its_own}error: {error}", file=sys.stderr, flush=True)
+    note_end(error.code, f"error: {error}")
+
+
+def note_end(code: int, text: str, time_ns: int | None = None) -> None:
+    """In a job, note for job/end_of_job.py that a process ends. Which process of a job ended first is its reason.
+
+    text: the name of the process, or its error line. time_ns: when it ended, by default now.
+    """
+    if run_dir := os.environ.get("RUN_DIR"):
+        # a full disk must not change the exit code
+        with contextlib.suppress(OSError), Path(run_dir, "exit_codes").open("a", errors="backslashreplace") as file:
+            file.write(f"{time_ns or time.time_ns()} {code} {text}\n")
 
 
 class LossyFile(io.FileIO):

@@ -156,13 +156,16 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
 
 @pytest.mark.parametrize(
     ("cpus", "gpus", "given", "expected"),
-    [(4096, 1, None, CORES), (1, 1, None, 1), (4096, "a100:2", None, max(1, CORES // 2)), (64, 2, 5, 5)],
+    [(4096, 1, None, CORES), (1, 1, None, 1), (4096, "a100:2", None, max(1, CORES // 2)), (64, 2, 5, 5), (64, 1, 1, 1)],
 )
 def test_threads_per_rank_equal_its_cpus(stub, cpus, gpus, given, expected):
-    """The job gets as many CPUs as Slurm gives it, but not more than this machine has."""
+    """The job gets as many CPUs as Slurm gives it, but not more than this machine has. Fewer threads are noted."""
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
-    done, _ = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", OMP_NUM_THREADS=given, **slurm)
+    done, folder = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", OMP_NUM_THREADS=given, **slurm)
     assert printed(done) == [str(expected), str(cpus)]
+    notes = re.findall("^OMP_NUM_THREADS=.*", done.stdout, re.MULTILINE)
+    line = f"OMP_NUM_THREADS=1 from the submission: each rank has {CORES} CPUs; unset it first"
+    assert read_attempts(folder / "results/47.json")[0].notes == notes == [line] * (given == 1 < CORES)
     assert done.stdout.startswith(f"job 47 of experiments/mine/x: site laptop, 1 node(s) x {str(gpus)[-1]} rank(s)")
 
 
@@ -362,8 +365,14 @@ def test_a_second_command_of_a_script_runs_after_the_first(stub):
     assert done.returncode == 0, done
     first, second, _ = re.split("^status: completed.*", done.stdout, flags=re.MULTILINE)
     assert "The Zen of Python" in first and "evaluation" in second.splitlines()
-    done, _ = stub("print('evaluation')", lines="run_python -c 'raise SystemExit(3)'")
+    done, folder = stub("print('evaluation')", lines="run_python -c 'raise SystemExit(3)'")
     assert (done.returncode, "evaluation" in done.stdout) == (3, False)
+    # After a restart, only the program whose record is completed does not run again
+    (folder / "results/47.json").write_text('{"status": "completed", "command": ["x/code.py"]}')
+    done, _ = stub("print('training')", lines="run_python -m this", SLURM_RESTART_COUNT=1, **IN_A_JOB)
+    assert done.returncode == 0 and "The Zen of Python" in done.stdout and "training" not in done.stdout.splitlines(), (
+        done
+    )
 
 
 # The allocation of a job, from Slurm's variables

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import REPOSITORY
+from helpers import REPOSITORY, the_error
+from records.schema import read_attempts
 from shell import program
 
 
@@ -68,13 +69,64 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
     assert two_nodes(lines="run_python -c pass; exit", **on_node1).returncode == 0
 
 
-def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
-    """A stub exits with code 3, as measure_bandwidth.py does on a slow network (tests/integration runs that)."""
-    srun = '[[ "$*" != *measure_bandwidth.py* ]] || exit 3; echo training'
-    done = two_nodes(srun, lines="check_bandwidth", MASTER_ADDR="10.0.0.1")
+@pytest.mark.parametrize(
+    ("source", "code", "lines", "variables"),
+    [("rendezvous", 3, "", {"JOIN_TIMEOUT": "1"}), ("MIN_BANDWIDTH", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"})],
+)
+def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, source, code, lines, variables):
+    """Only the first node's task runs: a launcher whose other node never joins, or a rank of the bandwidth test.
+
+    After a bandwidth test that fails, there is no training. tests/integration runs the test on a slow network.
+    """
+    first = 'while [[ $1 != python ]]; do shift; done; SLURM_NODEID=0 "$@"'
+    done = two_nodes(first, lines, MASTER_ADDR="127.0.0.1", LOGGERS="no", **variables)
+    assert done.returncode == code, done
+    (attempt,) = read_attempts(tmp_path / "experiments/mine/results/7.json")
+    assert the_error(done.stderr) == f"error: {attempt.reason}"
+    assert attempt.reason.startswith(f"{source}: ") and attempt.reason in done.stdout.splitlines()
+
+
+# Run the command of each task, as Slurm does on two nodes. The file `second_ended` says that the second task has ended
+BOTH_NODES = """
+while [[ $1 != python ]]; do shift; done
+SLURM_PROCID=0 SLURM_NODEID=0 SLURMD_NODENAME=node1 "$@" &
+SLURM_PROCID=1 SLURM_NODEID=1 SLURMD_NODENAME=node2 "$@" || touch second_ended
+wait $!
+"""
+# Rank 1 fails next to rank 0, which does not react to SIGTERM. Then the ranks of the other node fail
+FAILING_RANKS = f"""
+import os, pathlib, signal, sys, time
+
+def wait_for(file):
+    while not os.path.exists(file):
+        time.sleep(0.05)
+
+rank = int(os.environ["RANK"])
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path("ready").touch()
+    wait_for("second_ended")
+elif rank == 1:
+    wait_for("ready")
+    pathlib.Path("ended").touch()
+    raise SystemExit(3)
+else:
+    sys.path.insert(0, {str(REPOSITORY / "scripts")!r})
+    from distributed.process_group import run_and_exit
+
+    def lose_rank_1():
+        wait_for("ended")
+        raise RuntimeError("Connection closed by peer")
+
+    run_and_exit(lose_rank_1)
+"""
+
+
+def test_the_rank_that_failed_first_decides_although_its_launcher_waits_for_another_rank(two_nodes, tmp_path):
+    (tmp_path / "experiments/mine/train.py").write_text(FAILING_RANKS)
+    done = two_nodes(BOTH_NODES, MASTER_ADDR="127.0.0.1", LOGGERS="no", SLURM_GPUS_PER_NODE="2")
     assert done.returncode == 3, done
-    assert "training" not in done.stdout.splitlines()
-    assert "status: failed (exit code 3)" in done.stdout
+    assert "rank 1 on node1 ended first, with exit code 3" in done.stdout.splitlines()
 
 
 def test_each_node_gets_its_rank_and_keeps_the_network_interface(two_nodes):

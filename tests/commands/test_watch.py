@@ -175,23 +175,24 @@ def test_time_left_and_nodes_are_shown_only_while_the_job_runs(workshop, watch):
 
 
 @pytest.mark.parametrize(
-    ("lines", "load"),
+    ("lines", "shown"),
     [
-        ("0, V100, 900, 32768, 71.23, 98", " 98 %, 71 W"),
-        ("0, V100, 900, 32768, [N/A], 98", " 98 %"),
-        ("0, V100, 900, 32768, 71.23, [Not Supported]", " 71 W"),
-        ("0, V100, 900, 32768", ""),
-        ("0, V100, 900, 32768, 71.23, 98\n2026/11/20 22:00:00.000, 0, V100, 900, 32768, 71", " 98 %, 71 W"),
+        ("0, V100, 900, 32768, 71.23, 98", "900 of 32768 98 %, 71 W"),
+        ("0, V100, 900, 32768, [N/A], 98", "900 of 32768 98 %"),
+        ("0, V100, 900, 32768, 71.23, [Not Supported]", "900 of 32768 71 W"),
+        ("0, GB10, [N/A], [N/A], 71.23, 98", "unknown 98 %, 71 W"),
+        ("0, V100, 900, 32768", "900 of 32768"),
+        ("0, V100, 900, 32768, 71.23, 98\n2026/11/20 22:00:00.000, 0, V100, 900, 32768, 71", "900 of 32768 98 %, 71 W"),
     ],
-    ids=["both", "no power", "no load", "five columns", "cut"],
+    ids=["all", "no power", "no load", "no memory", "five columns", "cut"],
 )
-def test_the_load_and_the_power_of_a_gpu_are_shown_if_they_are_known(workshop, watch, lines, load):
+def test_what_is_known_about_a_gpu_is_shown(workshop, watch, lines, shown):
     folder = add_log(workshop, LOG.replace("node1 node2 node3", "node1")).parent.parent
     write(folder / "gpu_memory/gpu_memory_log_4711.csv", f"{GPU_HEADER}\n2026/11/20 22:00:00.000, {lines}\n")
     done = watch("4711", squeue=RUNNING)
     assert not done.stderr
     *_, row = done.stdout.splitlines()
-    assert " ".join(row.split()) == f"node1 GPU 0 900 of 32768{load}"
+    assert " ".join(row.split()) == f"node1 GPU 0 {shown}"
 
 
 @pytest.mark.promise("the view of a job shows nothing as current that has ended or died")

@@ -39,7 +39,7 @@ def test_joules_of_the_record_agree_with_the_power_in_the_gpu_log(tmp_path):
     log = folder / "gpu_memory/gpu_memory_log_7.csv"
 
     def watts() -> list[float]:
-        return [watts for _, watts in read_gpu_log(log).power["0"]]
+        return [watts for _, watts in read_gpu_log(log).power_curve("0")]
 
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     environment = inherited() | RUN | {"PATH": path}

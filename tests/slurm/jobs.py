@@ -222,7 +222,7 @@ def check_memory_logs(job: Job) -> None:
         log = read_gpu_log(path)
         assert not log.problems, log.problems
         assert log.names() == expected[host], "the log must hold the job's GPUs and no others"
-        assert all(len(log.power[name]) == len(log.samples[name]) for name in log.names())
+        assert all(len(log.power_curve(name)) == len(log.samples[name]) for name in log.names())
     for path in cpu_logs.values():
         log = read_cpu_log(path)
         assert not log.problems, log.problems

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from cluster import run as run_command
+from helpers import RUN_TIMEOUT, until
 from jobs import Lab
 
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
@@ -15,10 +18,9 @@ BROKEN = """if "LOCAL_RANK" not in __import__("os").environ and "--deepspeed" in
 """
 
 
-def preflight(lab: Lab, *flags: str, **variables: object) -> subprocess.CompletedProcess:
+def preflight(lab: Lab, *flags: str, run: Callable = subprocess.run, **options: Any) -> Any:
     command = [sys.executable, "scripts/preflight.py", "--quick", "--submit", *flags]
-    environment = lab.environment(**variables)
-    return subprocess.run(command, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=800)
+    return run(command, cwd=lab.root, stdout=subprocess.PIPE, text=True, **{"env": lab.environment()} | options)
 
 
 def test_preflight_runs_one_job_per_launcher_and_reports_failures(editable_lab):
@@ -43,15 +45,21 @@ def test_preflight_runs_one_job_per_launcher_and_reports_failures(editable_lab):
     assert editable_lab.unfinished() == []
 
 
-def test_jobs_that_do_not_start_are_cancelled(editable_lab):
+def test_jobs_that_do_not_start_are_cancelled_at_the_time_limit_and_at_sigterm(editable_lab):
+    """A wrong value ends the dry runs at once, which would take most of the time."""
+    wrong = editable_lab.environment(RANKS_PER_GPU="none")
     partition = ["scontrol", "update", "PartitionName=main"]
     run_command([*partition, "State=DOWN"], env=editable_lab.cluster.env)
     try:
-        done = preflight(editable_lab, "--timeout", "3")
+        done = preflight(editable_lab, "--timeout", "3", env=wrong)
+        stopped = preflight(editable_lab, run=subprocess.Popen, env=wrong)
+        until(lambda: len(editable_lab.unfinished()) == len(JOBS), RUN_TIMEOUT, lambda: stopped.poll() is not None)
+        stopped.terminate()
+        stopped.communicate(timeout=RUN_TIMEOUT)
     finally:
         run_command([*partition, "State=UP"], env=editable_lab.cluster.env)
     assert done.returncode == 3, done
-    failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    _, *failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     assert [line.split("; ")[0].split()[2:] for line in failed] == [
         ["PENDING", "(PartitionDown)"], ["PENDING", "(Dependency)"], ["PENDING", "(Dependency)"]]  # fmt: skip
     assert editable_lab.unfinished() == []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from helpers import RUN_TIMEOUT, snapshot, until
 from jobs import STEPS_PER_EPOCH, TRAININGS, Job, run_command
 
 ROUNDING = 1e-5  # difference of a loss in fp32 on another number of ranks
@@ -143,6 +144,18 @@ def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
     check_restart(case, job)
     if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))
+
+
+@pytest.mark.promise("reliability 9")
+def test_a_completed_job_that_slurm_starts_again_stays_completed(undisturbed):
+    job = undisturbed("zero-2")
+    log, before = job.log, snapshot(job.folder / "results", job.output)
+    requeue(job)
+    until(lambda: job.log != log, RUN_TIMEOUT)
+    job.wait()
+    log += f"results/{job.job_id}.json: completed before Slurm started this job again, so nothing is left to do\n"
+    after = snapshot(job.folder / "results", job.output)
+    assert (job.state, job.code, job.log, after) == ("COMPLETED", 0, log, before), str(job)
 
 
 @pytest.mark.promise("reliability 9")

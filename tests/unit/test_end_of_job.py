@@ -1,5 +1,7 @@
 """The end of a job: the status of its record, and the summary in its log."""
 
+import os
+from datetime import UTC, datetime
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -184,11 +186,20 @@ def test_a_node_that_slurm_reports_as_down_is_the_reason(monkeypatch):
     assert read_record(PATH).reason == "node failure on node3"
 
 
-def test_a_single_process_is_not_reported_as_the_first_to_end():
-    for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
-        run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
-        end(code, ranks=1, status="running")
-        assert read_record(PATH).reason == reason
+@pytest.mark.parametrize(
+    ("process", "code", "ranks", "reason"),
+    [
+        ("rank 0 on node1", 137, 1, f"exit code 137 {KILLED}"),
+        ("rank 0 on node1", 2, 1, None),
+        # the kernel ends a process that needs much memory, and a launcher needs little
+        ("launcher 0 on n1", 137, 2, "launcher 0 on n1 ended first, with exit code 137 (ended by SIGKILL)"),
+    ],
+)
+def test_the_reason_fits_the_process(process, code, ranks, reason):
+    """A single process is not reported as the first to end."""
+    run_file("exit_codes").write_text(f"1 {code} {process}\n")
+    end(code, ranks=ranks, status="running")
+    assert read_record(PATH).reason == reason
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -207,15 +218,32 @@ def test_a_job_that_ends_before_its_record_exists(capsys, earlier):
     assert capsys.readouterr().out.splitlines()[2:-1] == ["status: failed (exit code 2)", f"missing: {missing}"]
 
 
-def test_reasons_of_lost_attempts_are_kept(monkeypatch):
-    """Slurm restarts a job after each crash of a node. When the second node crashes, the first one is up again."""
+def test_lost_attempts_keep_their_reasons_and_get_an_end(monkeypatch):
+    """Slurm restarts a job after each crash of a node. When the second node crashes, the first one is up again.
+
+    A rank closed the record of the first attempt, and the training of the third one ended before its node crashed.
+    """
     PATH.parent.mkdir()
-    for number, down in enumerate(("", "node1", "node2")):
+    day = "2026-01-0{}T00:00:00+00:00"
+    records = [
+        {"status": "failed", "exit_code": 3, "finished": day.format(1)},
+        {},
+        {"status": "completed", "exit_code": 0, "finished": day.format(3)},
+        {},
+    ]
+    for number, (down, record) in enumerate(zip(("", "node1", "node2", "node1"), records, strict=True)):
         monkeypatch.setattr(end_of_job, "ask_slurm", lambda *words, down=down: down)
         begin_attempt(PATH, number, nodes=["node1", "node2"])
-        write_json(PATH, {"status": "running", "attempt": number + 1})
-    reasons = [attempt.reason for attempt in end_of_job.read_attempts(PATH)]
-    assert reasons == ["node failure on node1", "node failure on node2", None]
+        write_json(PATH, {"status": "running", "attempt": number + 1} | record)
+        os.utime(PATH, (time := datetime(2026, 1, 2, tzinfo=UTC).timestamp(), time))
+    attempts = end_of_job.read_attempts(PATH)
+    assert [(each.status, each.exit_code, each.reason) for each in attempts] == [
+        ("failed", 3, "node failure on node1"),
+        ("failed", None, "node failure on node2"),
+        ("completed", 0, "node failure on node1"),
+        ("running", None, None),
+    ]
+    assert [each.finished.isoformat() for each in attempts[:3]] == list(map(day.format, (1, 2, 3)))
     assert read_record(PATH).status == "running"
 
 
@@ -256,12 +284,16 @@ def test_the_summary_shows_the_mean_power_of_each_gpu(limit, line):
     assert "GPU 1 memory: peak 9 MiB, mean 9 MiB (2 samples)" in shown
 
 
-def test_the_summary_reports_an_empty_log():
+def test_the_summary_reports_an_empty_log_and_a_gpu_without_memory_of_its_own():
     Path("gpu_memory").mkdir()
-    Path("gpu_memory/gpu_memory_log_7.csv").write_text(GPU_LINE.format("[N/A]"))
+    path = Path("gpu_memory/gpu_memory_log_7.csv")
+    path.write_text(GPU_LINE.format("[N/A]").replace("212.40", "[N/A]"))
     lines = summary("7", Record(status="completed", train=TRAIN), 0, [], earlier=False)
-    assert lines[1].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
-    assert lines[2] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
+    assert lines[1].startswith(f"missing: {path}:1: no sample (2026/01/31")
+    assert lines[2] == f"missing: {path}: no sample"
+    path.write_text(GPU_LINE.format("[N/A]").replace("143771", "[N/A]"))
+    lines = summary("7", Record(status="completed", train=TRAIN), 0, [], earlier=False)
+    assert lines[0] == "GPU 0 power: mean 212 W" and lines[2:] == ["missing: GPU 0 memory: nvidia-smi reported none"]
 
 
 def test_without_a_gpu_one_line_replaces_the_rows_of_a_gpu():

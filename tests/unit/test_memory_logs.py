@@ -59,6 +59,7 @@ POWER = {  # content, known power of GPU 0
     "no power": (GPU_LOG.replace("71.23", "[N/A]"), []),
     "no load": (GPU_LOG.replace(" 98", " [Not Supported]"), [71.23] * 3),
     "no power and no load, with units": (GPU_LOG.replace("71.23, 98", "[Unknown Error], [N/A]"), []),
+    "no memory": (GPU_LOG + LINE.format("[N/A]").replace("32768", "[N/A]"), [71.23] * 4),
     "sometimes": (GPU_LOG + LINE.format(7).replace("71.23", "[N/A]") + LINE.format(7).replace("71", "99"),
                   [71.23] * 3 + [99.23]),
 }  # fmt: skip
@@ -70,7 +71,7 @@ def test_power_is_missing_only_where_it_is_unknown(tmp_path, text, power):
     path = tmp_path / "gpu.csv"
     path.write_text(text)
     log = read_gpu_log(path)
-    assert [watts for _, watts in log.power.get("0", [])] == power
+    assert [watts for _, watts in log.power_curve("0")] == power
     assert log.mean_power("0") == (pytest.approx(sum(power) / len(power)) if power else None)
     assert len(log.samples["0"]) == text.count(" 0, Tesla") and not log.problems
 
@@ -116,6 +117,9 @@ def test_curve_and_span(tmp_path):
     gpu.write_text(f"{GPU_HEADER}\n{''.join(lines)}")
     assert read_gpu_log(gpu).curve("0") == [(0, 7), (4.75, 9)]
     assert read_gpu_log(gpu).span() == 4.75
+    summer_time_ends = lines[0].replace("01/31 23:59:58", "10/25 02:59:58") + lines[1].replace("02/01 00", "10/25 02")
+    gpu.write_text(summer_time_ends)
+    assert (read_gpu_log(gpu).span(), read_gpu_log(gpu).power_curve("0")[-1]) == (4.75, (4.75, 71.23))
     gpu.write_text(OLD_GPU_LOG + LINE.format(7))
     assert read_gpu_log(gpu).curve("0")[-1] == (15, 7)
     assert read_gpu_log(gpu).power_curve("0") == [(15, 71.23)], "memory and power have one time axis"

@@ -160,10 +160,32 @@ def test_a_checkpoint_that_another_run_resumed_from_is_not_offered(tmp_path):
     ]
 
 
-def test_failed_run_shows_the_last_error_line(tmp_path):
+# Rank 1 begins its traceback before rank 0. Python prints no line `Traceback` for the program that it cannot compile
+MIXED = """[rank1]: Traceback (most recent call last):
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "scripts/train.py", line 24, in <module>
+[rank1]:   File "scripts/train.py", line 24, in <module>
+[rank0]: ValueError: mode 0
+step 3 of 4
+[rank1]: ValueError: mode 1
+srun: error: node1: task 0: Exited with exit code 1
+"""
+SYNTAX = '  File "scripts/train.py", line 24\n    def (\n        ^\nSyntaxError: invalid syntax\nsrun: error: node1\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        ("error: first\nerror: test: 0.1 GB/s; look at it\n", "exit code 3; error: test: 0.1 GB/s; look at it"),
+        (MIXED, "exit code 3; ValueError: mode 1"),
+        (SYNTAX, "exit code 3; SyntaxError: invalid syntax"),
+    ],
+    ids=["error line", "tracebacks", "syntax"],
+)
+def test_failed_run_shows_its_error_line_or_its_exception(tmp_path, log, shown):
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3)
-    write(folder / "log" / "zero_1_1.out", "error: first\nerror: bandwidth test: 0.1 GB/s; look at the network\n")
-    assert find_run(tmp_path).outcome == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
+    write(folder / "log" / "zero_1_1.out", log)
+    assert find_run(tmp_path).outcome == f"failed: {shown}"
 
 
 def test_jobs_without_a_record_are_runs(tmp_path, monkeypatch):
@@ -193,11 +215,14 @@ TRACEBACK = """Traceback (most recent call last):
   File "scripts/train.py", line 24, in <module>
     import torch
 ModuleNotFoundError: No module named 'torch'
+srun: error: node1: task 0: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=1.0
+slurmstepd: error: *** STEP 1.0 ON node1 CANCELLED AT 2026-11-20T10:00:00 ***
 """
-LAST = "File \"scripts/train.py\", line 24, in <module> / import torch / ModuleNotFoundError: No module named 'torch'"
+LAST = "ModuleNotFoundError: No module named 'torch'"
 
 
-def test_a_job_with_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
+def test_a_job_with_only_a_log_is_shown_with_its_exception_or_its_last_lines(tmp_path, monkeypatch):
     """Jobs 1 and 2 have a broken environment, and job 3 has a wrong path. Job 4 still runs. Job 5 does not train."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["4"])
     folder = tmp_path / "experiments" / STAGE
@@ -208,7 +233,7 @@ def test_a_job_with_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatc
         write(folder / "log" / f"zero_1_{job}.out", log)
     runs = sorted(find_runs([tmp_path]), key=lambda run: run.job_id)
     assert [run.problems for run in runs] == [
-        [f"{folder}/log/zero_1_{job}.out: no run record; the log ends with: {end}"]
+        [f"{folder}/log/zero_1_{job}.out: no run record; the end of the log: {end}"]
         for job, end in enumerate((LAST, LAST, source), 1)
     ]
     write_report([tmp_path], tmp_path / "report", all_runs=False)
