@@ -166,6 +166,11 @@ FIXES = (
         "torch.nn.functional.grouped_mm accepts fp32 tensors without storage, and flop_counter has a formula for it",
     ),
     Fix(
+        "launch.py::join_nodes",
+        "torch==2.13.0",
+        "Python runs the handler of a signal while a TCPStore waits for the other nodes",
+    ),
+    Fix(
         "launch.py::final_barrier",
         "torch==2.13.0",
         "torchrun's first node, which holds the store, waits in _exit_barrier until no other node needs it",
