@@ -50,7 +50,7 @@ def check_numbers(settings: Settings) -> None:
         lowest, limit = LIMITS.get(flag, (0, LARGEST))
         if not lowest <= value < limit:
             wanted = "above 0" if lowest == ABOVE_ZERO else f"of at least {lowest}"
-            below = "" if limit == LARGEST else f" and below {limit}"
+            below = "" if value < lowest and limit == LARGEST else f" and below {limit}"
             raise settings.error(flag, f"{value!s:.20} is out of range", f"give a number {wanted}{below}")
 
 
