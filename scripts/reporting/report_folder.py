@@ -1,6 +1,5 @@
 """Write a report into a folder: the page, the numbers, and the files of each table."""
 
-from itertools import chain
 from pathlib import Path
 
 from reporting.definitions import TableDefinition, load_definitions
@@ -43,8 +42,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     reference: the folder of another report or its report.json. Returns a summary of the written report.
     """
     definitions = load_definitions()
-    for place in filter(None, (*folders, output, reference)):
-        check_readable(place)
+    check_readable(*folders, output, reference or output)
     for folder in folders:
         if not folder.is_dir():
             raise WorkshopError(folder, "there is no such folder", "give folders of experiments")
@@ -55,8 +53,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     other = read_reference(reference, output) if reference else None
     runs = find_runs(folders)
     if not runs:
-        for folder in chain.from_iterable(top.rglob("*/") for top in folders):
-            check_readable(folder)
+        check_readable(*(inner for folder in folders for inner in folder.rglob("*/")))
         raise WorkshopError(
             " ".join(map(str, folders)), "no runs found", "run an experiment first, or give another folder"
         )

@@ -7,19 +7,20 @@ from pathlib import Path
 from shared.errors import ENVIRONMENT, WorkshopError
 
 
-def check_readable(path: str | Path) -> None:
+def check_readable(*paths: str | Path) -> None:
     """Raise WorkshopError (exit code 3) for a file or folder that you may not read. A missing one is not an error.
 
     Python's searches skip such a folder without an error, as if it were empty.
     """
-    name = os.path.join(path, ".") if os.path.isdir(path) else path  # the dot needs the right to enter the folder
-    try:
-        os.close(os.open(name, os.O_RDONLY | os.O_NONBLOCK))  # without O_NONBLOCK, a pipe would wait for its writer
-    except PermissionError as error:
-        remedy = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
-        raise WorkshopError(path, "may not be read by you", remedy, ENVIRONMENT) from error
-    except OSError:
-        pass  # there is no such file
+    for path in paths:
+        name = os.path.join(path, ".") if os.path.isdir(path) else path  # the dot needs the right to enter the folder
+        try:
+            os.close(os.open(name, os.O_RDONLY | os.O_NONBLOCK))  # without O_NONBLOCK, a pipe would wait for its writer
+        except PermissionError as error:
+            remedy = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
+            raise WorkshopError(path, "may not be read by you", remedy, ENVIRONMENT) from error
+        except OSError:
+            pass  # there is no such file
 
 
 def read_file(path: Path, last: int | None = None) -> bytes:
