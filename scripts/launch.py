@@ -52,9 +52,8 @@ def main() -> None:
     arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     share_cores(arguments.nproc_per_node)
     prepare_rendezvous(arguments, join_timeout())
-    rank_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds
-    rank_logger.addFilter(partial(note_failure, failed_at))
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(partial(note_failure, failed_at))
     static.TCPStore = partial(join_nodes, static.TCPStore)  # type: ignore[assignment, misc]
     local_elastic_agent.start_processes = partial(start_ranks, started, local_elastic_agent.start_processes)
     store_util.barrier = partial(final_barrier, arguments.node_rank, store_util.barrier)
@@ -69,7 +68,10 @@ def main() -> None:
         code = failure.exitcode
         if code <= 0:  # -9: killed by signal 9
             code = 128 - code
-        report_first_failure(f"rank {rank} on {node_name()}", code, min(failed_at, default=time.time_ns()))
+        if "RUN_DIR" in os.environ:  # a rank of another node may have ended earlier, so end_of_job.py reports
+            note_end(code, f"rank {rank} on {node_name()}", min(failed_at, default=None))
+        elif code != STOPPED:
+            print(f"rank {rank} on {node_name()} ended first, with exit code {code}", file=sys.stderr)
         sys.exit(code)
     except DistError as error:
         missing = ", ".join(missing_nodes())
@@ -92,17 +94,6 @@ def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
     return not re.search(f"exitcode: {STOPPED}|closing signal", text)
 
 
-def report_first_failure(rank: str, code: int, time_ns: int) -> None:
-    """Report the rank that ended first on this node.
-
-    In a job, write a note for end_of_job.py, because a rank of another node may have ended earlier. Otherwise print.
-    """
-    if "RUN_DIR" in os.environ:
-        note_end(code, rank, time_ns)
-    elif code != STOPPED:
-        print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
-
-
 def join_nodes(
     create_store: Callable, host: str, port: int, nodes: int, first: bool, timeout: timedelta, **options: Any
 ) -> Store:
@@ -111,13 +102,12 @@ def join_nodes(
     The store itself would wait in C++. Python runs no signal handler there, so Ctrl-C would have no effect.
     """
     store = create_store(host, port, nodes, first, timeout, wait_for_workers=False, **options)
-    deadline = time.monotonic() + timeout.total_seconds()
     store.add("joined", 1)
-    while store.add("joined", 0) < nodes:
-        if time.monotonic() > deadline:
-            raise DistError(f"not all {nodes} nodes joined within {timeout.seconds} s")
+    for _ in range(int(10 * timeout.total_seconds())):
+        if store.add("joined", 0) >= nodes:
+            return store
         time.sleep(0.1)
-    return store
+    raise DistError(f"not all {nodes} nodes joined within {timeout.seconds} s")
 
 
 def final_barrier(

@@ -102,10 +102,9 @@ def note_end(code: int, text: str, time_ns: int | None = None) -> None:
 
     text: the name of the process, or its error line. time_ns: when it ended, by default now.
     """
-    if run_dir := os.environ.get("RUN_DIR"):
-        # a full disk must not change the exit code
-        with contextlib.suppress(OSError), Path(run_dir, "exit_codes").open("a", errors="backslashreplace") as file:
-            file.write(f"{time_ns or time.time_ns()} {code} {text}\n")
+    lost = contextlib.suppress(KeyError, OSError)  # there is no job, or its disk is full
+    with lost, Path(os.environ["RUN_DIR"], "exit_codes").open("a", errors="backslashreplace") as file:
+        file.write(f"{time_ns or time.time_ns()} {code} {text}\n")
 
 
 class LossyFile(io.FileIO):
