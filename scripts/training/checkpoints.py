@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,8 +198,8 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
         return str(own)
     place = Path(output_dir if requested in (None, LATEST) else requested)
     # A run without a checkpoint looks into the first two folders, too, before it writes there
-    for folder in chain([Path("results"), Path(output_dir), place], place.glob("checkpoint-*")):
-        check_readable(folder)
+    check_readable("results", output_dir, place)
+    check_readable(*place.glob("checkpoint-*"))
     if requested is None:
         return None
     folders = [place, *place.glob("checkpoint-*")]
@@ -288,17 +287,6 @@ def check_same_training(folder: str, identity: dict) -> None:
     if differences:
         what = f"is of another training: {', '.join(differences)}"
         raise WorkshopError(folder, what, remedy(names, saved, identity), NO_CHECKPOINT)
-
-
-def effects_of_other_ranks(folder: str, identity: dict) -> list[str]:
-    """Return lines on what differs in a run that resumes on another number of ranks."""
-    before, now = read_marker(folder)["world_size"], identity["world_size"]
-    if before == now:
-        return []
-    return [
-        f"resuming on {now} rank(s), the checkpoint is of {before}: sums are rounded in another order, and random "
-        "numbers, such as those of dropout, differ"
-    ]
 
 
 def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from shared.tracker_setup import close_trackers, prepare_trackers
 from training.checkpoints import (
     check_contents,
     check_same_training,
-    effects_of_other_ranks,
     find_checkpoint,
     forbid_code_in_checkpoints,
     keep_global_batch,
@@ -124,9 +123,14 @@ class Run:
     def start_record(self) -> None:
         first_step = 0
         if self.checkpoint:
-            first_step = read_marker(self.checkpoint)["step"]
-            lines = effects_of_other_ranks(self.checkpoint, self.identity)
-            print_once("\n".join([f"resuming from step {first_step}: {self.checkpoint}", *lines]))
+            saved = read_marker(self.checkpoint)
+            first_step = saved["step"]
+            print_once(f"resuming from step {first_step}: {self.checkpoint}")
+            if saved["world_size"] != self.args.world_size:
+                print_once(
+                    f"resuming on {self.args.world_size} rank(s), the checkpoint is of {saved['world_size']}: sums are "
+                    "rounded in another order, and random numbers, such as those of dropout, differ"
+                )
         self.record.start(
             first_step,
             run_name=self.args.run_name,

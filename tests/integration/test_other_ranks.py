@@ -146,6 +146,8 @@ def test_a_run_resumes_on_other_ranks_within_rounding(change: Change, start, und
     resumed = start(name, change.resumed, change.new_ranks, change.precision, *resume)
     assert resumed.record["resumed_from"].endswith(f"checkpoint-{SAVED_STEP}")
     assert resumed.record["world_size"] == change.new_ranks
+    note = f"resuming on {change.new_ranks} rank(s), the checkpoint is of {change.ranks}: sums are rounded in another"
+    assert (note in resumed.out) == (change.new_ranks != change.ranks)
     assert resumed.effective("global batch") == 8
     assert resumed.record["train"]["real_tokens"] == whole.record["train"]["real_tokens"], "the questions differ"
     of_losses, of_weights = (0, 0) if change.exact else TOLERANCES[change.precision]

@@ -19,7 +19,6 @@ from training import preconditions
 from training.checkpoints import (
     CheckpointCallback,
     check_same_training,
-    effects_of_other_ranks,
     find_checkpoint,
     keep_global_batch,
     mark_complete,
@@ -254,15 +253,6 @@ def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
     assert keep_global_batch(settings, "output/7", "8", ranks=1) == settings, "the checkpoint of another job"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert keep_global_batch(settings, "output/7", "7", ranks=1) == settings
-
-
-@pytest.mark.promise("other ranks, and other layouts of FSDP2: what agrees, and what is refused")
-def test_effects_of_other_ranks_are_named():
-    folder = save_marker(*TWO_RANKS, ranks=2, strategy="DDP")
-    now = make_run(ranks=4, strategy="DDP")[1]
-    assert effects_of_other_ranks(folder, make_run(*TWO_RANKS, ranks=2)[1]) == []
-    (line,) = effects_of_other_ranks(folder, now)
-    assert line.startswith("resuming on 4 rank(s), the checkpoint is of 2: ")
 
 
 def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refusal):
