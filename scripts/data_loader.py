@@ -144,10 +144,7 @@ def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
     return read_questions(data_args.dataset, part, data_args.table_columns, data_args.bad_rows == "skip")
 
 
-@cache
-def print_notes(notes: str) -> None:
-    """Print the lines once, although both parts of a file have them."""
-    print_once(notes)
+print_notes = cache(print_once)  # prints lines only once, although both parts of a file have them
 
 
 def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
@@ -309,8 +306,7 @@ def answer_limit(questions: Dataset, tokenizer: PreTrainedTokenizerBase, max_len
 def frame_context(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt before its context, and those after it."""
     (before,) = tokenise_texts([BEFORE_CONTEXT.format(question=question)], tokenizer)
-    (after,) = tokenise_continuations([AFTER_CONTEXT], tokenizer)
-    return leading_tokens(tokenizer) + before, after
+    return leading_tokens(tokenizer) + before, tokenise_continuations([AFTER_CONTEXT], tokenizer)[0]
 
 
 def shorten(

@@ -21,8 +21,10 @@ from shared.files import check_readable
 from shared.paths import REPOSITORY
 
 # Problems of a file system or of a process's limits, not of a file's content
-UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR}
-UNUSABLE |= {errno.EFBIG, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+UNUSABLE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR),
+    *(errno.EFBIG, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
+}
 network_fault = "HF_HUB_OFFLINE is set"  # the reason to use only the cache; offline_without_network may change it
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]

@@ -90,7 +90,12 @@ def check_copies(model: Any) -> None:
 
     Raise WorkshopError (exit code 3) that names the weight and the rank whose copy differs from most others.
     """
-    weights = {name: weight for name, weight in model.named_parameters() if has_copies(weight)}
+    # Each rank has another part of a weight of ZeRO-3 or FSDP1
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if not hasattr(weight, "ds_tensor") and not hasattr(weight, "_fsdp_flattened")
+    }
     if world_size() == 1 or not weights:
         return
     sums = torch.stack([sum_of_bits(own_part(weight)) for weight in weights.values()]).tolist()
@@ -106,11 +111,6 @@ def check_copies(model: Any) -> None:
                 what = f"{name} differs between ranks that hold the same weights: {named} of {len(copies)} copies"
                 remedy = "resume from the last checkpoint, on other nodes if it happens again"
                 raise WorkshopError("weights", what, remedy, ENVIRONMENT)
-
-
-def has_copies(weight: Any) -> bool:
-    """Return False for a weight of ZeRO-3 or FSDP1, of which each rank has another part."""
-    return not hasattr(weight, "ds_tensor") and not hasattr(weight, "_fsdp_flattened")
 
 
 def part_of_rank(weight: Any) -> tuple[int, ...]:

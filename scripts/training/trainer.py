@@ -22,8 +22,6 @@ from training.silent_faults import check_weights, explain_loss
 from training.upstream_fixes import UpstreamFixes
 
 BAD_LOSSES = 3  # successive steps in fp16 whose loss is not finite
-# Names of parameters without weight decay, in lower case. Mamba's A_log and D are no matrices of a product
-NOT_DECAYED = ["bias", "norm", r"\.a_log$", r"\.d$"]
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
 PHASES = {
     "data": "get_batch_samples",
@@ -129,13 +127,12 @@ class WorkshopTrainer(UpstreamFixes):
         """Return the micro batches of the next optimizer step, and the number of labels in them."""
         self.loss_before_step = self._tr_loss.clone()
         self.loss_of_step = torch.zeros((), device=self.args.device)
-        unrepeated = map(self.mask_repeated_rows, epoch_iterator)
-        batches, labels_in_step = super().get_batch_samples(unrepeated, *args, **kwargs)
-        self.batches = batches
-        self.tokens = self.tokens + sum(map(count_tokens, batches))
-        if batches and computes_loss_in_head(self.model):
-            add_label_counts(batches)
-        return batches, labels_in_step
+        masked = map(self.mask_repeated_rows, epoch_iterator)
+        self.batches, labels_in_step = super().get_batch_samples(masked, *args, **kwargs)
+        self.tokens = self.tokens + sum(map(count_tokens, self.batches))
+        if self.batches and computes_loss_in_head(self.model):
+            add_label_counts(self.batches)
+        return self.batches, labels_in_step
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -214,7 +211,8 @@ class WorkshopTrainer(UpstreamFixes):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the parameters with weight decay. transformers also decays Mamba's last norm."""
-        return get_parameter_names(model, [torch.nn.LayerNorm], NOT_DECAYED)
+        # The patterns are in lower case. Mamba's A_log and D are no matrices of a product
+        return get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_weights(self.model, self.state.global_step)
