@@ -119,12 +119,10 @@ def distances_and_mask(
 
 def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the model's attention: eager, sdpa, or another name that transformers uses."""
-    if any(isinstance(module, SDPABloomAttention) for module in model.modules()):
-        return "sdpa"
-    if model.config.model_type == CUSTOM_GPT:
-        return "sdpa"  # custom_model.py calls it directly
     name = model.config.get_text_config()._attn_implementation
-    return "sdpa" if name == NAME else name
+    # custom_model.py calls SDPA directly
+    own = name == NAME or model.config.model_type == CUSTOM_GPT
+    return "sdpa" if own or any(isinstance(module, SDPABloomAttention) for module in model.modules()) else name
 
 
 def use_attention(model: PreTrainedModel, attention: str | None) -> None:

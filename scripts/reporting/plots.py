@@ -203,12 +203,10 @@ class Logged:
 
 def read_logged(run: Run, kind: str) -> Logged:
     """Read the curves of a run. kind: `GPU` or `CPU`."""
-    if kind == "GPU" and isinstance(run.gpu, Missing) and run.gpu is not NO_MEMORY:
-        return Logged([], [], 0)
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
     series = [(log.peak(name), log, name) for log in logs for name in log.names()]
-    if not series:
+    if not series or (kind == "GPU" and isinstance(run.gpu, Missing) and run.gpu is not NO_MEMORY):
         return Logged([], [], 0)
     _, log, name = max(series, key=lambda entry: entry[0])
     return Logged(log.curve(name), log.power_curve(name), log.start(name))
@@ -262,10 +260,7 @@ def draw_held(table: Table) -> Figure | None:
     note = f"Left out, a part was not measured: {', '.join(partial)}." if partial else ""
     names = [textwrap.fill(legend_name(row), BAR_NAME_WIDTH) for row in rows]
     axis.set(xlabel=below("model state that a rank held (MiB)", note), yticks=range(len(rows)), yticklabels=names)
-    axis.margins(x=0.18)
-    axis.locator_params(axis="x", nbins=MAX_TICKS)
-    axis.grid(visible=False)
-    axis.tick_params(axis="y", length=0)
+    leave_room_for_labels(axis)
     figure.legend(handles=handles, loc="outside lower left", ncols=2, markerscale=0.5, frameon=False, fontsize="small")
     return figure
 
@@ -292,11 +287,16 @@ def draw_peaks(table: Table) -> Figure | None:
         drawn = axis.barh(list(bars), list(bars.values()), color="#cccccc", edgecolor="black", hatch=hatches)
         axis.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
         axis.set(xlabel=f"peak {kind} memory (MiB)")
-        axis.margins(x=0.18)
-        axis.locator_params(axis="x", nbins=MAX_TICKS)
-        axis.grid(visible=False)
-        axis.tick_params(axis="y", length=0)
+        leave_room_for_labels(axis)
     return figure
+
+
+def leave_room_for_labels(axis: Axes) -> None:
+    """Prepare an axis for horizontal bars: room for the number at the end of a bar, and no lines."""
+    axis.margins(x=0.18)
+    axis.locator_params(axis="x", nbins=MAX_TICKS)
+    axis.grid(visible=False)
+    axis.tick_params(axis="y", length=0)
 
 
 def draw_throughput(table: Table) -> Figure | None:

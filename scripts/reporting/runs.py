@@ -371,10 +371,9 @@ def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: in
 def uncovered_time(log: MemoryLog, run: Run) -> list[str]:
     """Return a problem if the log covers less than the training. Two intervals at each end may be missing."""
     train = run.record.train
-    if not train or not train.runtime_s or not log.samples:
+    # After a resume, the runtime is the sum over all jobs of this training, and the log covers only this job.
+    if not train or not train.runtime_s or not log.samples or run.record.resumed_from:
         return []
-    if run.record.resumed_from:
-        return []  # The runtime is the sum over all jobs of this training, and the log covers only this job.
     interval = log.span() / max(1, max(map(len, log.samples.values())) - 1)
     if log.span() + 4 * max(interval, 1) >= train.runtime_s:
         return []
