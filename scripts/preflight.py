@@ -23,7 +23,7 @@ from pathlib import Path
 from checks.jobs import KEPT, dry_runs, large_jobs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, cache, gpus, interfaces, load_site, packages, partition
 from job.on_node import handle_signals
-from shared.errors import ENVIRONMENT, OneLineErrors, run_program
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
 
 
@@ -37,6 +37,8 @@ def main() -> None:
     text = "time limit for each training run, and for all Slurm jobs, in seconds (%(default)s)"
     parser.add_argument("--timeout", type=int, default=1800, help=text)
     arguments = parser.parse_args()
+    if arguments.timeout < 1:
+        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give at least 1, for example 1800")
     caller = dict(os.environ)
     handle_signals(signal.default_int_handler)  # end as after Ctrl-C, so that no job and no folder is left
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))
