@@ -153,8 +153,8 @@ def test_a_dry_run_of_one_or_two_nodes_shows_two(workshop, sample):
     folder = workshop / "experiments/own/elastic"
     shutil.copytree(workshop / "experiments/fsdp-multi-node/2_nodes", folder)
     script = folder / "multi_node.slurm"
-    text = script.read_text().replace("--nodes=2", "--nodes=1-2")
-    script.write_text(re.sub(r"--gpus-per-node=\d+", "--gres=nvme:100,gpu:2", text))
+    elastic = script.read_text().replace("--nodes=2", "--nodes=1-2")
+    script.write_text(re.sub(r"--gpus-per-node=\d+", "--gres=nvme:100,gpu:2", elastic))
     lines = dry_run(folder, MODEL_NAME="tiny-bloom", DATASET=sample).stdout.splitlines()
     assert lines[0] == "experiments/own/elastic: site laptop, 2 node(s) x 2 rank(s)"
     assert len([line for line in lines if line.startswith("srun --nodes=2 ")]) == 2, lines

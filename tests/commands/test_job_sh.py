@@ -287,13 +287,13 @@ def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
         started.communicate()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_signal_before_the_training_starts_ends_the_job(stub, tmp_path, early):
+@pytest.mark.parametrize(
+    ("lines", "signals"), [("kill -TERM $$", ""), ("", "[[ $1 != */run_job.py ]] || { kill -TERM 0; kill -HUP 0; }")]
+)
+def test_a_signal_before_the_training_starts_ends_the_job(stub, tmp_path, lines, signals):
     """The signal comes before run_job.py starts, or all processes receive it while run_job.py starts."""
-    signals = "" if early else "[[ $1 != */run_job.py ]] || { kill -TERM 0; kill -HUP 0; }"
     program(tmp_path / "bin", "python", f'{signals}\nexec {sys.executable} "$@"')
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
-    lines = "kill -TERM $$" if early else ""
     done, folder = stub("import signal; signal.pause()", lines=lines, PATH=path)
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
@@ -322,14 +322,15 @@ def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, vari
     assert (limit in done.stdout.splitlines()) == (variables.get("SLURM_RESTART_COUNT") == 10)
 
 
-# A training that resumed at step 4, and that the warning ends before it can save a checkpoint of its end
+# A training that resumed at step 4, and that the warning ends before it can save a checkpoint of its end. It may have
+# completed before
 BEFORE_IT_SAVED = """
 import json, os, pathlib, signal
 for step in {steps}:
     folder = pathlib.Path(f"output/47/checkpoint-{{step}}")
     folder.mkdir(parents=True)
     (folder / "complete.json").write_text(json.dumps({{"job_id": {owner!r}}}))
-record = {{"status": "running", "job_id": "47", "attempt": 3}}
+record = {{"status": {status!r}, "job_id": "47", "attempt": 3}}
 record |= {{"output_dir": "output/47", "resumed_from": "output/47/checkpoint-4"}}
 pathlib.Path("results/47.json").write_text(json.dumps(record))
 os.kill(int(os.environ["SCRIPT"]), signal.SIGUSR1)
@@ -338,26 +339,26 @@ signal.pause()
 
 
 @pytest.mark.promise("reliability 9")
-@pytest.mark.parametrize(("steps", "owner"), [((4,), "47"), ((4, 8), "47"), ((4, 8), "46")], ids=str)
-def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps, owner):
+@pytest.mark.parametrize(
+    ("status", "steps", "owner", "requeued"),
+    [
+        ("running", (4,), "47", False),
+        ("running", (4, 8), "47", True),
+        ("running", (4, 8), "46", False),
+        ("completed", (4, 8), "47", False),
+    ],
+)
+def test_only_a_job_with_progress_that_has_not_completed_is_requeued(stub, tmp_path, status, steps, owner, requeued):
     """Checkpoints of another job in the same output folder do not count as progress of this one."""
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
     variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
-    done, _ = stub(BEFORE_IT_SAVED.format(steps=steps, owner=owner), lines="export SCRIPT=$$", **IN_A_JOB | variables)
-    assert done.returncode == 128 + signal.SIGUSR1, done
-    progress = len(steps) > 1 and owner == "47"
-    assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == progress
-    assert ("not requeued: this attempt saved no checkpoint" in done.stdout) != progress
-
-
-@pytest.mark.promise("reliability 9")
-def test_a_signal_after_the_training_changes_nothing(stub, tmp_path):
-    program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
-    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
-    code = BEFORE_IT_SAVED.format(steps=(4, 8), owner="47").replace("running", "completed")
+    code = BEFORE_IT_SAVED.format(status=status, steps=steps, owner=owner)
     done, folder = stub(code, lines="export SCRIPT=$$", **IN_A_JOB | variables)
-    assert (done.returncode, read_record(folder / "results/47.json").status) == (0, "completed"), done
-    assert "requeue 47" not in Path(tmp_path / "asked").read_text().splitlines()
+    expected = (0, "completed") if status == "completed" else (128 + signal.SIGUSR1, "stopped")
+    assert (done.returncode, read_record(folder / "results/47.json").status) == expected, done
+    assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
+    no_progress = status == "running" and not requeued
+    assert ("not requeued: this attempt saved no checkpoint" in done.stdout) == no_progress
 
 
 def test_a_second_command_of_a_script_runs_after_the_first(stub):
@@ -370,9 +371,8 @@ def test_a_second_command_of_a_script_runs_after_the_first(stub):
     # After a restart, only the program whose record is completed does not run again
     (folder / "results/47.json").write_text('{"status": "completed", "command": ["x/code.py"]}')
     done, _ = stub("print('training')", lines="run_python -m this", SLURM_RESTART_COUNT=1, **IN_A_JOB)
-    assert done.returncode == 0 and "The Zen of Python" in done.stdout and "training" not in done.stdout.splitlines(), (
-        done
-    )
+    assert done.returncode == 0 and "The Zen of Python" in done.stdout, done
+    assert "training" not in done.stdout.splitlines()
 
 
 # The allocation of a job, from Slurm's variables

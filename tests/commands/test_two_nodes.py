@@ -70,10 +70,13 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
 
 
 @pytest.mark.parametrize(
-    ("source", "code", "lines", "variables"),
-    [("rendezvous", 3, "", {"JOIN_TIMEOUT": "1"}), ("MIN_BANDWIDTH", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"})],
+    ("line", "code", "lines", "variables"),
+    [
+        ("rendezvous: node2 did not join within 1 s; ", 3, "", {"JOIN_TIMEOUT": "1"}),
+        ("MIN_BANDWIDTH: ", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"}),
+    ],
 )
-def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, source, code, lines, variables):
+def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, line, code, lines, variables):
     """Only the first node's task runs: a launcher whose other node never joins, or a rank of the bandwidth test.
 
     After a bandwidth test that fails, there is no training. tests/integration runs the test on a slow network.
@@ -83,7 +86,7 @@ def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, source, 
     assert done.returncode == code, done
     (attempt,) = read_attempts(tmp_path / "experiments/mine/results/7.json")
     assert the_error(done.stderr) == f"error: {attempt.reason}"
-    assert attempt.reason.startswith(f"{source}: ") and attempt.reason in done.stdout.splitlines()
+    assert attempt.reason.startswith(line) and attempt.reason in done.stdout.splitlines()
 
 
 # Run the command of each task, as Slurm does on two nodes. The file `second_ended` says that the second task has ended

@@ -205,20 +205,6 @@ def test_a_model_without_linear_layers_is_refused(refusal):
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--lora_rank -1", "--lora_rank: -1 is out of range; give a number of at least 0"),
-        (
-            "--lora_rank 8 --tensor_parallel 2",
-            "--lora_rank: cannot be combined with --tensor_parallel, which cuts the layers that get adapters;",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(flags, line, refusal):
-    assert refusal(parse_command_line, "", flags.split()).startswith(f"error: {line}")
-
-
 def test_fsdp1_is_refused(refusal):
     path = str(REPOSITORY / "fsdp_configs" / "fsdp1_full_shard.json")
     settings = parse_command_line("", ["--fsdp", "--fsdp_config", path, "--lora_rank", "8"])

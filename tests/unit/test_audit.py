@@ -66,11 +66,6 @@ def use_unfused_adamw(trainer):
     trainer.optimizer.optimizer = torch.optim.AdamW(trainer.model.parameters())
 
 
-def use_bf16_weights(trainer):
-    """The moments of Adam would also be in bf16, in which small updates are lost."""
-    trainer.model.bfloat16()
-
-
 def attribute_setter(path: str, value: object) -> Callable:
     """Return a function that sets an attribute of the trainer."""
     *holder, name = path.split(".")
@@ -82,7 +77,8 @@ LOADER = "callback_handler.train_dataloader"
 DIFFERENCES = {
     "precision": (attribute_setter("accelerator.mixed_precision", "fp16"), "fp32", "fp16"),
     "optimizer": (use_unfused_adamw, "AdamW (torch, fused)", "AdamW (torch)"),
-    "trainable weights": (use_bf16_weights, "fp32", "bf16"),
+    # The moments of Adam would also be in bf16, in which small updates are lost
+    "trainable weights": (lambda trainer: trainer.model.bfloat16(), "fp32", "bf16"),
     "world size": (use_two_ranks, 1, 2),
     "micro batch": (attribute_setter(f"{LOADER}.total_batch_size", 2), 4, 2),
     "gradient accumulation": (attribute_setter("args.gradient_accumulation_steps", 1), 2, 1),

@@ -153,9 +153,7 @@ def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = 
 
 
 def save_marker(*argv: str, **run: object) -> str:
-    path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, MARKED | make_run(*argv, **run)[1])
-    return str(path)
+    return str(checkpoint("output/7", 20, **make_run(*argv, **run)[1]))
 
 
 ALLOWED = [
@@ -192,8 +190,7 @@ def test_another_setting_ends_with_4_and_is_named(words, refusal):
 def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
     layout = {"dp_shard_size": 2, "reshard_after_forward": False, "activation_checkpointing": True, "min_num_params": 9}
     first = make_run(strategy="FSDP2 SHARD_GRAD_OP")[1] | {"config": layout}
-    path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, MARKED | first)
+    path = checkpoint("output/7", 20, **first)
     bare = make_run("--activation_checkpointing", strategy="FSDP2 FULL_SHARD")[1]
     check_same_training(str(path), bare)
     for change, message in (
@@ -226,11 +223,9 @@ def test_no_checkpoint_is_resumed_by_another_family(saved, resumed, refusal):
 
 
 def test_a_knob_that_is_younger_than_the_checkpoint_had_its_default():
-    path = checkpoint("output/7", 20, complete=False)
     older = make_run()[1]
     del older["settings"]["lora_rank"]
-    mark_complete(path, MARKED | older)
-    check_same_training(str(path), make_run()[1])
+    check_same_training(str(checkpoint("output/7", 20, **older)), make_run()[1])
 
 
 def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):
@@ -245,7 +240,7 @@ def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
     """The third start has all ranks again, and its checkpoint is of the second start."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     settings, first = make_run(ranks=2, strategy="DDP")
-    mark_complete(checkpoint("output/7", 20, complete=False), MARKED | first)
+    checkpoint("output/7", 20, **first)
     fewer = keep_global_batch(settings, "output/7", "7", ranks=1)
     assert (fewer.trainer.gradient_accumulation_steps, fewer.requested_accumulation) == (8, 4)
     assert keep_global_batch(settings, "output/7", "7", ranks=2) == settings
@@ -256,17 +251,14 @@ def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
 
 
 def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refusal):
-    folder = save_marker()
+    folder, first = save_marker(), make_run()[1]
     others = make_run(tokens=TOKENS | {"labels": [[1, 2, 4], [4, 5]]})[1]
-    assert "the training questions or their tokens differ" in refusal(check_same_training, folder, others, code=4)
     # A checkpoint of 2.0.0 has no hash of the tokens, but one of everything that they depended on
-    marker = Path(folder, CHECKPOINT_MARKER)
-    marker.write_text(
-        json.dumps({name: value for name, value in json.loads(marker.read_text()).items() if name != "tokens"})
-    )
-    check_same_training(folder, others | {"data": make_run()[1]["data"]})
-    assert "the training questions or their tokens differ" in refusal(check_same_training, folder, others, code=4)
-    changed = make_run()[1] | {"config": {"zero_optimization.stage": 2}}
+    older = str(checkpoint("output/8", 20, **{name: value for name, value in first.items() if name != "tokens"}))
+    for path in (folder, older):
+        assert "the training questions or their tokens differ" in refusal(check_same_training, path, others, code=4)
+    check_same_training(older, others | {"data": first["data"]})
+    changed = first | {"config": {"zero_optimization.stage": 2}}
     line = refusal(check_same_training, folder, changed, code=4)
     assert "config zero_optimization.stage was None, is 2" in line
 

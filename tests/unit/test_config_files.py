@@ -242,10 +242,15 @@ def checked_fsdp_config(*flags: str) -> dict:
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
         ({"dp_shard_size": -1}, 'dp_shard_size: is -1; give "auto" or a whole number above 0'),
         ({"dp_replicate_size": "2"}, "dp_replicate_size: is '2'; give \"auto\" or a whole number above 0"),
+        (
+            dict.fromkeys(("dp_shard_size", "dp_replicate_size"), "auto"),
+            "dp_shard_size 1 leaves nothing to shard (ranks per node: 1); use ",
+        ),
     ],
 )
 def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, content, message):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     path = written(content)
     error = refusal(checked_fsdp_config, "--fsdp_config", path)
     assert error.startswith(f"error: {path}")
@@ -264,14 +269,6 @@ def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard
     found = checked_fsdp_config("--fsdp_config", str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
     assert fsdp_strategy(found).name == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
-
-
-def test_hybrid_shard_with_one_rank_per_node_is_refused(refusal, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    path = str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json")
-    line = refusal(checked_fsdp_config, "--fsdp_config", path)
-    assert line.startswith(f"error: {path}: dp_shard_size 1 leaves nothing to shard (ranks per node: 1); use ")
 
 
 def test_an_unknown_class_to_wrap_lists_the_classes_of_the_model(refusal):

@@ -1,7 +1,6 @@
 """SQuAD files: the README describes the bundled file correctly, and messages give the place of an error in a file."""
 
 import copy
-import errno
 import inspect
 import json
 import re
@@ -201,19 +200,11 @@ def test_the_log_counts_lost_answers_and_known_passages(sample, tiny_tokenizer, 
     assert "passage of the training set" not in capsys.readouterr().out
 
 
-def test_a_cache_that_cannot_be_written_and_a_mistake_in_the_code_are_not_blamed_on_the_data(
-    written, monkeypatch, refusal
-):
-    data = DataArguments(eval_dataset=written(squad(question())))
-    no_room = OSError(errno.EFBIG, "too large")
-    monkeypatch.setattr(datasets.Dataset, "from_generator", lambda *_, **__: (_ for _ in ()).throw(no_room))
-    line = refusal(read_part, "eval", data, code=3)
-    assert line.startswith(
-        f"error: {datasets.config.HF_DATASETS_CACHE}: File too large; allow larger files (ulimit -f)"
-    )
+def test_a_mistake_in_the_code_is_not_blamed_on_the_data(written, monkeypatch):
+    """tests/faults has caches that cannot be written."""
     monkeypatch.setattr(datasets.Dataset, "from_generator", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        read_part("eval", data)
+        read_part("eval", DataArguments(eval_dataset=written(squad(question()))))
 
 
 def test_a_prompt_does_not_end_with_eos(tiny_tokenizer):
@@ -252,8 +243,8 @@ def test_edited_code_has_an_effect_and_only_other_tokens_are_another_training(sa
         return load_squad(arguments, tiny_tokenizer, training())[0]
 
     first = load()
-    assert inspect.getsource(data_loader).encode() in data_loader.CODE
-    assert inspect.getsource(sys.modules["read_questions"]).encode() in data_loader.CODE
+    for module in (data_loader, sys.modules["read_questions"]):
+        assert inspect.getsource(module).encode() in data_loader.CODE
     monkeypatch.setattr(data_loader, "CODE", data_loader.CODE + b"# a comment")
     assert tokens_hash(load()) == tokens_hash(first)
     assert load()._fingerprint == first._fingerprint == "32efa64feb24e3dd", "checkpoints of 2.0.0 have this hash"

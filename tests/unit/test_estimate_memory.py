@@ -33,10 +33,6 @@ def estimated(*flags: object) -> dict[str, float]:
     return {part.name: part.gpu for part in parts_at_peak(estimate_parts(plan(*flags)))}
 
 
-def estimated_activations(*flags: object) -> float:
-    return estimated(*flags)["activations"]
-
-
 SIZES = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
 BLOOM = BloomConfig(**SIZES)
 MIXTRAL = MixtralConfig(**SIZES, num_key_value_heads=2, intermediate_size=96)
@@ -139,7 +135,7 @@ def test_with_checkpointing_the_chunked_loss_needs_autocasts_copies_of_all_weigh
     BloomConfig(**SIZES | {"vocab_size": 64, "num_hidden_layers": 8}).save_pretrained(tmp_path)
     small = ("--model_name", tmp_path, "--activation_checkpointing", "--loss", "chunked", "--max_length", 8)
     copies = 2 * trace_shape(plan(*small)).parameters
-    assert copies < estimated_activations(*small) + estimated(*small)["head"]
+    assert copies < estimated(*small)["activations"] + estimated(*small)["head"]
 
 
 def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):

@@ -47,7 +47,7 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
     assert len(names) == len(gpu_check.ROWS)
     assert {path.stem for path in (REPOSITORY / "ds_configs").glob("*.json")} < names
     strategies = {"full_shard", "shard_grad_op", "full_shard_activation_checkpointing", "full_shard_cpu_offload"}
-    assert {"plain", "ddp"} | strategies < names
+    assert {"plain", "ddp", "lora", "lora_zero3", "lora_full_shard"} | strategies < names
     for row in gpu_check.ROWS:
         files = [Path(word) for word in gpu_check.training_command(row) if word.endswith((".py", ".json"))]
         assert files and all(file.is_file() for file in files), row
@@ -81,42 +81,58 @@ def test_the_table_shows_measured_values_and_leaves_other_cells_empty(run_script
     assert "- zero2: error: x: y; z; read x.log\n" in text
 
 
-def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
-    records = {"plain": record(7.32), "plain_reloaded": record(7.33), "zero2": record(7.35), "zero0": record(7.5)}
-    records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
-    code, printed = run_script(records, "plain", "zero0", "zero1", "zero2", "zero3")
-    assert code == 3
-    assert "zero0: failed (Eval loss is 7.500000, but Eval loss of plain is 7.320000)" in printed
-    assert "zero1: failed (error: x: y; z; read x.log)" in printed
-    assert "zero3: failed (Reloaded is 7.600000, but Eval loss of plain is 7.320000)" in printed
-    assert printed.count(": failed (") == 3
-
-
-@pytest.mark.promise("LoRA is compared with the same method that trains all weights")
-def test_a_row_fails_if_it_learns_nothing(run_script):
-    untrained = record(7.6)
-    code, printed = run_script({"plain": untrained, "lora": untrained, "lora_reloaded": untrained}, "plain", "lora")
-    assert code == 3
-    assert printed.count(": failed (Eval loss is 7.600, and 7.600 after one epoch), ") == 2
-
-
-@pytest.mark.promise("LoRA is compared with the same method that trains all weights")
-def test_rows_with_lora_are_compared_with_each_other(run_script):
-    """LoRA trains other weights than the plain Trainer, so its losses are others. Its merged model has its loss."""
-    records = {"plain": record(7.3), "lora": record(7.5), "lora_reloaded": record(7.51)}
-    records |= {"lora_zero3": record(7.49), "lora_zero3_reloaded": record(7.49)}
-    records |= {"lora_full_shard": record(7.52), "lora_full_shard_reloaded": record(7.8)}
-    names = ["lora", "lora_zero3", "lora_full_shard"]
-    assert names == [row.name for row in gpu_check.ROWS if "--lora_rank" in row.flags and not row.full]
-    code, printed = run_script(records, "plain", *names)
-    assert code == 3
-    assert "lora_full_shard: failed (Reloaded is 7.800000, but Eval loss of lora is 7.500000)" in printed
-    assert printed.count(": failed (") == 1
+FAILURES = {  # records, flags before the names of the rows, and the lines of the rows that do not complete
+    "other losses than the plain Trainer's": (
+        {"plain": record(7.32), "plain_reloaded": record(7.33), "zero0": record(7.5), "zero1": record(7.3)}
+        | {"zero2": record(7.35), "zero3": record(7.3), "zero3_reloaded": record(7.6), "zero1_reloaded": FAILED},
+        (),
+        [
+            "zero0: failed (Eval loss is 7.500000, but Eval loss of plain is 7.320000)",
+            "zero1: failed (error: x: y; z; read x.log)",
+            "zero3: failed (Reloaded is 7.600000, but Eval loss of plain is 7.320000)",
+        ],
+    ),
+    "nothing learned": (
+        dict.fromkeys(("plain", "lora", "lora_reloaded"), record(7.6)),
+        (),
+        [f"{name}: failed (Eval loss is 7.600, and 7.600 after one epoch)" for name in ("plain", "lora")],
+    ),
+    # LoRA trains other weights than the plain Trainer, so its losses are others. Its merged model has its loss
+    "LoRA": (
+        {"plain": record(7.3), "lora": record(7.5), "lora_reloaded": record(7.51)}
+        | dict.fromkeys(("lora_zero3", "lora_zero3_reloaded"), record(7.49))
+        | {"lora_full_shard": record(7.52), "lora_full_shard_reloaded": record(7.8)},
+        (),
+        ["lora_full_shard: failed (Reloaded is 7.800000, but Eval loss of lora is 7.500000)"],
+    ),
     # Without a row of its own, a base model that was saved without its adapters would pass
-    records |= {"lora_reloaded": record(7.3)}
-    Path("results/gpu_check/gpu_check.json").unlink()
-    _, printed = run_script(records, "lora")
-    assert "lora: failed (Reloaded is 7.300000, but Eval loss of lora is 7.500000)" in printed
+    "LoRA, not merged": (
+        {"lora": record(7.5), "lora_reloaded": record(7.3)},
+        (),
+        ["lora: failed (Reloaded is 7.300000, but Eval loss of lora is 7.500000)"],
+    ),
+    "a stop and a hang that are not seen": (
+        {"stop": record(7.3, exit_code=0), "hang": FAILED},
+        ("--ranks", "2", "--rows"),
+        ["stop: failed (exit code 0 after a stop)", "hang: failed (error: x: y; z; read x.log)"],
+    ),
+    "no room, which is not a failure": (
+        {"bloom-560m-plain": {"status": "oom", "reason": "error: memory: CUDA out of memory; offload"}},
+        (),
+        ["bloom-560m-plain: oom (error: memory: CUDA out of memory; offload)"],
+    ),
+}
+
+
+@pytest.mark.promise("LoRA is compared with the same method that trains all weights")
+@pytest.mark.parametrize(("records", "flags", "expected"), FAILURES.values(), ids=FAILURES)
+def test_a_row_that_fails_is_named_with_its_reason(run_script, records, flags, expected):
+    Path("results/gpu_check_2_ranks").mkdir(parents=True)
+    Path("results/gpu_check_2_ranks/hang.log").write_text("error: time: still running after 600 s; raise --timeout")
+    code, printed = run_script(records, *flags, *(name for name in records if not name.endswith("_reloaded")))
+    assert code == (3 if ": failed (" in printed else 0)
+    lines = [line for line in printed.splitlines() if ": failed (" in line or ": oom (" in line]
+    assert [line.rpartition(", ")[0] for line in lines] == expected
 
 
 def test_rows_of_several_ranks_fail_by_loss_and_held_bytes(run_script, monkeypatch):
@@ -130,23 +146,6 @@ def test_rows_of_several_ranks_fail_by_loss_and_held_bytes(run_script, monkeypat
     assert "ddp: failed (Eval loss is 7.302000, but Eval loss of one_rank is 7.300000)" in printed
     assert "zero3: failed (parameters: 102 bytes held, 100 estimated)" in printed
     assert printed.count(": failed (") == 2
-
-
-def test_a_stop_or_a_hang_that_is_not_seen_is_a_failure(run_script):
-    Path("results/gpu_check_2_ranks").mkdir(parents=True)
-    Path("results/gpu_check_2_ranks/hang.log").write_text("error: time: still running after 600 s; raise --timeout")
-    records = {"stop": record(7.3, exit_code=0), "hang": FAILED}
-    code, printed = run_script(records, "--ranks", "2", "--rows", *records)
-    assert code == 3
-    assert "stop: failed (exit code 0 after a stop)" in printed
-    assert "hang: failed (error: x: y; z; read x.log)" in printed
-
-
-def test_a_row_that_does_not_fit_is_not_a_failure(run_script):
-    records = {"bloom-560m-plain": {"status": "oom", "reason": "error: memory: CUDA out of memory; offload"}}
-    code, printed = run_script(records, *records)
-    assert code == 0
-    assert "bloom-560m-plain: oom (error: memory: CUDA out of memory; offload)" in printed
 
 
 @pytest.mark.parametrize(("visible", "chosen"), [("2,3", "2"), ("GPU-1,GPU-2", "GPU-1")])

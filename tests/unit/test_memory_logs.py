@@ -13,10 +13,6 @@ OLD_LINE = LINE.replace(", 71.23, 98", "")
 OLD_GPU_LOG = GPU_LOG.replace(GPU_HEADER, OLD_GPU_HEADER).replace(", 71.23, 98", "")
 
 
-def mib_by_name(log) -> dict[str, list[float]]:
-    return {name: log.mib(name) for name in log.names()}
-
-
 GPU_LOGS = {  # content, samples of GPU 0, numbers of the lines without a sample
     "plain": (GPU_LOG, [100, 900, 500], []),
     "with units": (GPU_LOG.replace(", 32768", " MiB, 32768 MiB"), [100, 900, 500], []),
@@ -39,16 +35,6 @@ GPU_LOGS = {  # content, samples of GPU 0, numbers of the lines without a sample
     "no driver": ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", [], [1]),
     "zeros after a crash": (GPU_LOG + "\0\0\0\n" + LINE.format(7), [100, 900, 500, 7], [5]),
 }
-
-
-@pytest.mark.promise("the documents' one-liners work on GPU logs of five and of seven columns")
-@pytest.mark.parametrize(("text", "samples", "lines"), GPU_LOGS.values(), ids=GPU_LOGS)
-def test_gpu_log(tmp_path, text, samples, lines):
-    path = tmp_path / "gpu.csv"
-    path.write_text(text)
-    log = read_gpu_log(path)
-    assert mib_by_name(log) == ({"0": samples} if samples else {})
-    assert [problem.split(" (")[0] for problem in log.problems] == [f"{path}:{line}: no sample" for line in lines]
 
 
 POWER = {  # content, known power of GPU 0
@@ -85,12 +71,17 @@ CPU_LOGS = {
 }
 
 
-@pytest.mark.parametrize(("text", "samples", "lines"), CPU_LOGS.values(), ids=CPU_LOGS)
-def test_cpu_log(tmp_path, text, samples, lines):
-    path = tmp_path / "cpu.txt"
+LOGS = {f"GPU, {case}": (read_gpu_log, "0", *row) for case, row in GPU_LOGS.items()}
+LOGS |= {f"CPU, {case}": (read_cpu_log, "process", *row) for case, row in CPU_LOGS.items()}
+
+
+@pytest.mark.promise("the documents' one-liners work on GPU logs of five and of seven columns")
+@pytest.mark.parametrize(("read", "name", "text", "samples", "lines"), LOGS.values(), ids=LOGS)
+def test_a_log_has_its_complete_samples_and_names_the_other_lines(tmp_path, read, name, text, samples, lines):
+    path = tmp_path / "log"
     path.write_text(text)
-    log = read_cpu_log(path)
-    assert mib_by_name(log) == ({"process": samples} if samples else {})
+    log = read(path)
+    assert {each: log.mib(each) for each in log.names()} == ({name: samples} if samples else {})
     assert [problem.split(" (")[0] for problem in log.problems] == [f"{path}:{line}: no sample" for line in lines]
 
 
@@ -117,8 +108,8 @@ def test_curve_and_span(tmp_path):
     gpu.write_text(f"{GPU_HEADER}\n{''.join(lines)}")
     assert read_gpu_log(gpu).curve("0") == [(0, 7), (4.75, 9)]
     assert read_gpu_log(gpu).span() == 4.75
-    summer_time_ends = lines[0].replace("01/31 23:59:58", "10/25 02:59:58") + lines[1].replace("02/01 00", "10/25 02")
-    gpu.write_text(summer_time_ends)
+    # Summer time ends
+    gpu.write_text(lines[0].replace("01/31 23:59:58", "10/25 02:59:58") + lines[1].replace("02/01 00", "10/25 02"))
     assert (read_gpu_log(gpu).span(), read_gpu_log(gpu).power_curve("0")[-1]) == (4.75, (4.75, 71.23))
     gpu.write_text(OLD_GPU_LOG + LINE.format(7))
     assert read_gpu_log(gpu).curve("0")[-1] == (15, 7)

@@ -227,38 +227,38 @@ def drawn(name: str, shown: Table) -> Figure:
     return figure
 
 
-def scaling(top: Path, metric: str = "steady_samples_per_second") -> Table:
-    """Return a table of 10.1, 18.9 and 35 samples/s on 2, 4 and 6 GPUs.
-
-    The run on 8 GPUs has an efficiency of 196 % and cannot be compared, because its labels are different.
-    """
-    for job, (gpus, rate) in enumerate(((2, 10.1), (4, 18.9), (6, 35.0), (8, 79.2)), 1):
-        changes = {f"train__{metric}": rate} | ({"settings__labels": "answer"} if gpus == 8 else {})
-        add_run(top, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
-    return table(top, "multi-gpu-weak-scaling")
-
-
-def test_lines_over_gpus_leave_out_runs_that_do_not_compare(tmp_path):
-    shown = scaling(tmp_path)
-    (axis,) = drawn("throughput", shown).axes
-    ideal, measured = axis.lines
-    assert list(measured.get_xdata()) == list(ideal.get_xdata()) == [2, 4, 6]
-    assert list(measured.get_ydata()) == [10.1, 18.9, 35.0]
-
-
-def test_plots_show_the_means_of_the_table(tmp_path):
-    for job, (gpus, rate) in enumerate([(2, 10.0), (2, 14.0), (4, 20.0)], 1):
-        add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, train__steady_samples_per_second=rate)
-    shown = table(tmp_path, "multi-gpu-weak-scaling", all_runs=True)
-    assert list(drawn("throughput", shown).axes[0].lines[1].get_ydata()) == [12.0, 20.0]
+STEADY, OF_TRAINER = "train__steady_samples_per_second", "train__samples_per_second"
+LINES = {  # GPUs and changes of the runs, the label of the axis, and the points
+    # The run on 8 GPUs has an efficiency of 196 %, and other labels
+    "without a run that does not compare": (
+        [
+            *((gpus, {STEADY: rate}) for gpus, rate in ((2, 10.1), (4, 18.9), (6, 35.0))),
+            (8, {STEADY: 79.2, "settings__labels": "answer"}),
+        ],
+        "samples/s, steps alone",
+        [(2, 10.1), (4, 18.9), (6, 35.0)],
+    ),
+    "means": (
+        [(2, {STEADY: 10.0}), (2, {STEADY: 14.0}), (4, {STEADY: 20.0})],
+        "samples/s, steps alone",
+        [(2, 12.0), (4, 20.0)],
+    ),
+    "rates of the Trainer if there are no steady rates": (
+        [(gpus, {STEADY: None, OF_TRAINER: rate}) for gpus, rate in ((2, 10.0), (4, 18.0))],
+        "samples/s, with evaluation",
+        [(2, 10.0), (4, 18.0)],
+    ),
+}
 
 
-def test_rates_of_the_trainer_are_drawn_if_there_are_no_steady_rates(tmp_path):
-    for job, (gpus, rate) in enumerate(((2, 10.0), (4, 18.0)), 1):
-        changes = {"train__samples_per_second": rate, "train__steady_samples_per_second": None}
+@pytest.mark.parametrize(("runs", "label", "points"), LINES.values(), ids=LINES)
+def test_lines_over_gpus_show_the_rates_of_the_table(tmp_path, runs, label, points):
+    for job, (gpus, changes) in enumerate(runs, 1):
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
-    axis = drawn("throughput", table(tmp_path, "multi-gpu-weak-scaling")).axes[0]
-    assert (axis.get_ylabel(), list(axis.lines[1].get_ydata())) == ("samples/s, with evaluation", [10.0, 18.0])
+    (axis,) = drawn("throughput", table(tmp_path, "multi-gpu-weak-scaling", all_runs=True)).axes
+    ideal, measured = axis.lines
+    assert (axis.get_ylabel(), list(zip(*measured.get_data(), strict=True))) == (label, points)
+    assert list(ideal.get_xdata()) == [gpus for gpus, _ in points]
 
 
 def test_each_plot_that_a_table_may_name_is_drawn():

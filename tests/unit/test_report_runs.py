@@ -173,17 +173,22 @@ srun: error: node1: task 0: Exited with exit code 1
 SYNTAX = '  File "scripts/train.py", line 24\n    def (\n        ^\nSyntaxError: invalid syntax\nsrun: error: node1\n'
 
 
+HANG = "no answer from rank 1 on node2"
+
+
 @pytest.mark.parametrize(
-    ("log", "shown"),
+    ("log", "reason", "shown"),
     [
-        ("error: first\nerror: test: 0.1 GB/s; look at it\n", "exit code 3; error: test: 0.1 GB/s; look at it"),
-        (MIXED, "exit code 3; ValueError: mode 1"),
-        (SYNTAX, "exit code 3; SyntaxError: invalid syntax"),
+        ("error: first\nerror: test: 0.1 GB/s; look at it\n", None, "exit code 3; error: test: 0.1 GB/s; look at it"),
+        (MIXED, None, "exit code 3; ValueError: mode 1"),
+        (SYNTAX, None, "exit code 3; SyntaxError: invalid syntax"),
+        # The watchdog writes its reason both into the record and into the log
+        (f"error: hang: {HANG}; look at that process\n", HANG, f"error: hang: {HANG}; look at that process"),
     ],
-    ids=["error line", "tracebacks", "syntax"],
+    ids=["error line", "tracebacks", "syntax", "once"],
 )
-def test_failed_run_shows_its_error_line_or_its_exception(tmp_path, log, shown):
-    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3)
+def test_failed_run_shows_its_error_line_or_its_exception(tmp_path, log, reason, shown):
+    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3, reason=reason)
     write(folder / "log" / "zero_1_1.out", log)
     assert find_run(tmp_path).outcome == f"failed: {shown}"
 
@@ -250,13 +255,6 @@ def test_a_job_whose_first_node_failed_is_shown_with_slurms_state(tmp_path, monk
     assert find_run(tmp_path).outcome == "failed: ended without a word: Slurm's state of the job is NODE_FAIL"
 
 
-def test_a_reason_that_is_part_of_the_error_line_is_shown_once(tmp_path):
-    """The watchdog writes its reason both into the record and into the log."""
-    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3, reason="no answer from rank 1 on node2")
-    write(folder / "log" / "zero_1_1.out", "error: hang: no answer from rank 1 on node2; look at that process\n")
-    assert find_run(tmp_path).outcome == "failed: error: hang: no answer from rank 1 on node2; look at that process"
-
-
 def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
     """The first job was stopped in its bandwidth test, and the second job while it loaded its model."""
     folder = tmp_path / "experiments" / STAGE
@@ -269,8 +267,6 @@ def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
         "timeout: exit code 143; before its training began",
     ]
     assert runs[0].problems == []
-    write_report([tmp_path], tmp_path / "report", all_runs=False)
-    assert "stopped" in (tmp_path / "report" / "runs.md").read_text()
 
 
 @pytest.mark.promise("reliability 15")
@@ -293,8 +289,6 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
         f"{path}: is not a valid run record ({field}: "
     )
     assert good.completed
-    write_report([tmp_path], tmp_path / "report", all_runs=False)
-    assert "incomplete" in (tmp_path / "report" / "runs.md").read_text()
 
 
 # --- comparisons

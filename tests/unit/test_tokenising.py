@@ -21,22 +21,31 @@ BATCH = {
 }
 
 
+CONTROL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+TEXTS = [CONTEXT, *BATCH["question"], "Question: Context: Answer: html </p>"]
+
+
+def trained(
+    model: object, trainer: object, texts: list[str] = TEXTS, first: str = "<s>", **parts: object
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that adds the token `first` before each text."""
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator(texts, trainer)
+    special = [(first, tokenizer.token_to_id(first))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **CONTROL)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """The tokenizer of a saved Llama model. It adds <s> before each text and has no pad token."""
-    trained = Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator([CONTEXT, *BATCH["question"], "Question: Context: Answer:"], trainer)
-    trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     folder = tmp_path_factory.mktemp("llama")
-    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=trained, **names).save_pretrained(folder)
+    how = {"special_tokens": list(CONTROL.values()), "show_progress": False}
+    parts = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": decoders.ByteLevel()}
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **how)
+    trained(models.BPE(unk_token="<unk>"), trainer, **parts).save_pretrained(folder)
     LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
     return load_tokenizer(ModelArguments(str(folder)), DataArguments(dataset=str(SAMPLE)))
 
@@ -44,29 +53,22 @@ def llama(tmp_path_factory):
 @pytest.fixture
 def unigram():
     """A tokenizer as of XGLM. Its vocabulary contains the control tokens as ordinary pieces of text."""
-    trained = Tokenizer(models.Unigram())
-    trained.pre_tokenizer, trained.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokens = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    trainer = trainers.UnigramTrainer(
-        vocab_size=80, special_tokens=list(tokens.values()), unk_token="<unk>", show_progress=False
-    )
-    trained.train_from_iterator([CONTEXT, *BATCH["question"], "Question: Context: Answer: html </p>"], trainer)
-    trained.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=trained, **tokens)
+    how = {"special_tokens": ["</s>", "<s>", "<pad>", "<unk>"], "unk_token": "<unk>", "show_progress": False}
+    parts = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
+    tokenizer = trained(models.Unigram(), trainers.UnigramTrainer(vocab_size=80, **how), first="</s>", **parts)
+    tokenizer.pad_token = "<pad>"
+    return tokenizer
 
 
 @pytest.fixture
 def llama_2():
     """A tokenizer with the rules of Llama-2 and Mistral: a blank before each text, and no division into words."""
-    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    trained.decoder = decoders.Sequence(steps)
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    words = f"{CONTEXT} Question: What do nodes talk over? Context: Answer: How many each eight".split()
-    trained.train_from_iterator(words, trainer)
-    trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=trained, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    rules = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(CONTROL.values()), show_progress=False)
+    parts = {"normalizer": normalizers.Sequence(rules), "decoder": decoders.Sequence(steps)}
+    return trained(model, trainer, " ".join(TEXTS).split(), **parts)
 
 
 @pytest.mark.parametrize(("name", "changed"), [("tiny_tokenizer", False), ("unigram", False), ("llama_2", True)])
@@ -76,11 +78,9 @@ def test_an_answer_has_the_tokens_that_it_has_in_one_text_with_its_prompt(name, 
     for max_length in (512, 96):  # the second one cuts the context
         rows = tokenise_batch(BATCH, tokenizer, max_length, "answer")
         for ids, length, answers in zip(rows["input_ids"], rows["prompt_length"], BATCH["answers"], strict=True):
-            prompt = tokenizer.decode(ids[:length], skip_special_tokens=True)
+            prompt = decoded(tokenizer, ids[:length])
             assert prompt.endswith(" Answer:") and not prompt.endswith("  Answer:")
-            assert [*ids[:length][-4:], *ids[length:-1]] == tokenizer(f"{prompt} {answers[0]}")["input_ids"][
-                length - 4 :
-            ]
+            assert ids[length - 4 : -1] == tokenizer(f"{prompt} {answers[0]}")["input_ids"][length - 4 :]
     alone = tokenizer(" a fast network", add_special_tokens=False)["input_ids"]
     assert (alone != [token for token in rows["labels"][0][:-1] if token != IGNORED]) == changed
 
