@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers import REPOSITORY
 from reporting.definitions import load_definitions
 from reporting.metrics import Cell
-from reporting.runs import find_runs
+from reporting.runs import Run, find_runs
 from reporting.tables import Table, build_tables
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
@@ -104,3 +104,9 @@ def table(top: Path, name: str, all_runs: bool = False) -> Table:
 def cell(table: Table, label: str, column: str) -> Cell:
     row = next(row for row in table.rows if row.label == label)
     return row.cells[table.definition.columns.index(column)]
+
+
+def find_run(top: Path) -> Run:
+    """Return the only run below `top`."""
+    (run,) = find_runs([top])
+    return run

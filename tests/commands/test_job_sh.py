@@ -20,11 +20,6 @@ from job.memory_logs import read_gpu_log
 from records.schema import read_attempts, read_record
 from shell import program, shell_environment, start_stub
 
-
-def files(results: Path) -> list[str]:
-    return [str(path.relative_to(results)) for path in results.rglob("*") if path.is_file()]
-
-
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"
 IN_A_JOB = {"SLURM_JOB_ID": 47, "SLURM_JOB_NUM_NODES": 1}
 CORES = len(os.sched_getaffinity(0))
@@ -149,7 +144,8 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
     # tee may write this line after the job's end
     until(lambda: "missing: no run record: the job ended before the training began" in log.read_text())
     assert {"to stdout", "RuntimeError: to stderr"} <= set(log.read_text().splitlines())
-    assert files(folder / "results") == [f"jobs/{re.findall('_(local-.*)', log.stem)[0]}.json"]
+    job_id = log.stem.partition("_")[2]
+    assert {*(folder / "results").rglob("*")} == {folder / "results/jobs", folder / f"results/jobs/{job_id}.json"}
     assert find_leaks(workshop) == []
     assert not any(secret in done.stdout + done.stderr for secret in CANARIES.values())
 

@@ -33,8 +33,8 @@ def two_nodes(tmp_path):
             program(programs, name, body)
         path = f"{programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n"}
-        job["SLURMD_NODENAME"] = "node1"
-        environment = {"PATH": path, "HOME": str(tmp_path), "SITE": "laptop", **job, **variables}
+        here = {"PATH": path, "HOME": str(tmp_path), "SITE": "laptop", "SLURMD_NODENAME": "node1"}
+        environment = here | job | variables
         environment["JOB_SH"] = str(REPOSITORY / "experiments/job.sh")
         command = ["bash", "x.slurm"]
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
@@ -73,7 +73,7 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
     ("line", "code", "lines", "variables"),
     [
         ("rendezvous: node2 did not join within 1 s; ", 3, "", {"JOIN_TIMEOUT": "1"}),
-        ("MIN_BANDWIDTH: ", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"}),
+        ("MIN_BANDWIDTH: 'fast' is not a number; give ", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"}),
     ],
 )
 def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, line, code, lines, variables):

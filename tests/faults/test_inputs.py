@@ -44,6 +44,10 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                                ["--tensor_parallel", 2, "--save_strategy", "no"], {"ranks": 2}),
     "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7 (incomplete: none); ...",
                                ["--resume_from_checkpoint"], {"code": 4}),
+    # This needs a new process, because datasets reads the variable at import
+    "a cache that cannot be written": ("...cache: File exists; check the path and its permissions; HF_HOME ...", [],
+                                       {"files": {"cache": ""}, "launcher": "python", "HF_DATASETS_CACHE": "cache",
+                                        "code": 3}),
     "a folder below a file": ("...mine: cannot be written; give another --output_dir",
                               [], {"files": {"mine": ""}, "OUTPUT_DIR": "mine/new", "code": 3}),
 }
@@ -67,17 +71,6 @@ def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: 
     line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
     # This needs a new process, because Python looks for the folder only once, and the server has already done so
     bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
-
-
-def test_a_cache_that_cannot_be_written_is_one_error_line(bench: Bench):
-    # This needs a new process, because datasets reads the variable at import
-    bench.write("cache", "")
-    bench.refuses(
-        "...cache: File exists; check the path and its permissions; HF_HOME ...",
-        launcher="python",
-        HF_DATASETS_CACHE="cache",
-        code=3,
-    )
 
 
 @pytest.mark.parametrize("size", [16, 200])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import measure_bandwidth
-from measure_bandwidth import Size, bus_bandwidth, measure, measure_sizes, minimum_from_environment, table
+from measure_bandwidth import Size, bus_bandwidth, measure, measure_sizes, table
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -106,8 +106,3 @@ def test_the_table_names_the_message_that_reaches_the_plateau(monkeypatch):
         "    4 MiB       4.000                      1",
         "from 2 MiB on, every message reaches at least 90 % of the last bandwidth",
     ]
-
-
-def test_a_malformed_threshold_is_refused(monkeypatch, refusal):
-    monkeypatch.setenv("MIN_BANDWIDTH", "fast")
-    assert refusal(minimum_from_environment).startswith("error: MIN_BANDWIDTH: 'fast' is not a number; give")

@@ -1,11 +1,10 @@
 """Energy, power and activity of GPUs in the report and on the page of a class. All numbers are made up."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from report_files import add_gpu_run, add_run
+from report_files import add_gpu_run, add_run, find_run
 from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
 from reporting.metrics import metric_value
@@ -15,11 +14,6 @@ from reporting.runs import Missing, Run, find_runs
 ENERGY = ["kwh", "joules_per_question", "joules_per_1000_tokens", "mean_watts", "power_share"]
 STEADY = ENERGY[1:]
 ACTIVITY = ["sm_activity", "tensor_activity", "dram_activity"]
-
-
-def find_run(top: Path) -> Run:
-    (run,) = find_runs([top])
-    return run
 
 
 def reasons(run: Run) -> dict[str, str]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from report_files import CPU_HEADER, GPU_HEADER, RUNS_OF_1_0_0, add_run, cell, cpu_log, gpu_log, table, write
+from report_files import CPU_HEADER, GPU_HEADER, RUNS_OF_1_0_0, add_run, cell, cpu_log, find_run, gpu_log, table, write
 from reporting.metrics import Cell, decimals, metric_value
 from reporting.report_folder import write_report
-from reporting.runs import Missing, Run, find_runs
+from reporting.runs import Missing, find_runs
 from reporting.trainer_log import entries, find_log, last_step, log_end, read_summary
 
 STAGE = "deepspeed-single-gpu/zero_1"
@@ -23,11 +23,6 @@ def stage_1(top: Path, all_runs: bool = False):
 
 def steady_rate(top: Path, all_runs: bool = False) -> Cell:
     return cell(table(top, TABLE, all_runs), "Stage 1", "steady_samples_per_second")
-
-
-def find_run(top: Path) -> Run:
-    (run,) = find_runs([top])
-    return run
 
 
 @pytest.mark.promise("the report reads records and logs of version 1.0.0")
@@ -316,13 +311,10 @@ def test_a_run_that_does_not_compare_is_marked(tmp_path, change, said):
     rows = [row for row in table(tmp_path, TABLE).rows if row.run]
     assert [row.status for row in rows] == ["completed", "completed, not comparable", "completed"]
     assert rows[1].remarks == [f"not comparable: {said}"]
-    overview = write_page(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+    page = (tmp_path / "report" / "index.html").read_text()
+    overview = page.partition("<h2>Overview</h2>")[2].partition("</section>")[0]
     assert overview.count(said) == 1
-
-
-def write_page(top: Path) -> str:
-    write_report([top], top / "report", all_runs=False)
-    return (top / "report" / "index.html").read_text()
 
 
 def test_a_reference_that_does_not_compare_is_marked(tmp_path):
