@@ -37,24 +37,16 @@ def losses(name: str, loop: Finished) -> list[float]:
     return [float(loss) for loss in re.findall(rf"^step \d+: {name} (\S+)$", loop.out, re.MULTILINE)]
 
 
-FLAGS = [
-    "--data_seed",
-    "7",
-    "--max_grad_norm",
-    "0",
-    "--adam_beta1",
-    "0.7",
-    "--adam_beta2",
-    "0.9",
-    "--adam_epsilon",
-    "1e-3",
-    "--warmup_steps",
-    "0.2",
-    "--lr_scheduler_type",
-    "cosine",
-    "--logging_steps",
-    "0.3",
-]
+FLAGS = (
+    "--data_seed=7",
+    "--max_grad_norm=0",
+    "--adam_beta1=0.7",
+    "--adam_beta2=0.9",
+    "--adam_epsilon=1e-3",
+    "--warmup_steps=0.2",
+    "--lr_scheduler_type=cosine",
+    "--logging_steps=0.3",
+)
 
 
 def test_the_loop_obeys_flags_that_change_the_losses(train):
