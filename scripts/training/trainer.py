@@ -74,7 +74,8 @@ class WorkshopTrainer(UpstreamFixes):
         """Do not count the labels of repeated questions: accelerate fills the last batches, so that all are whole."""
         loader: Any = self.accelerator.gradient_state
         own, groups = (number // self.get_tp_size() for number in (self.args.process_index, self.args.world_size))
-        if groups == 1 or self.args.dataloader_drop_last or not loader.end_of_dataloader:
+        repeats = self.accelerator.even_batches and not self.args.dataloader_drop_last and groups > 1
+        if not (repeats and loader.end_of_dataloader):
             return inputs
         labels, rows = inputs["labels"], len(inputs.get("rows", inputs["labels"]))
         # accelerate's own `remainder` is missing in an epoch in which a run has resumed
