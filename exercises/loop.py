@@ -89,7 +89,8 @@ def main() -> None:
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
 
     if accelerator.process_index:
-        set_seed(args.seed + accelerator.process_index)  # otherwise all ranks would have the same dropout masks
+        # Otherwise, all ranks would have the same dropout masks
+        set_seed((args.seed + accelerator.process_index) % 2**32)
 
     # 5. The schedule of the learning rate. Count the steps after prepare(), which leaves a rank only its own batches
     steps_per_epoch = ceil(len(train_loader) / args.gradient_accumulation_steps)

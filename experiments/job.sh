@@ -70,7 +70,7 @@ job_load_site
 job_note_origin site
 export JOB_SCRIPT=$0 JOB_SHELL=$$ CHECK_BANDWIDTH=no
 JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
-CHILD="" NOTED_SIGNALS=""
+CHILD="" NOTED_SIGNALS="" EARLIER_SIGNALS=""
 : "${LOGGERS:=yes}" "${LOG_INTERVAL:=5}" "${REQUIRE_GPU:=1}" "${JOIN_TIMEOUT:=300}" "${MAX_RESTARTS:=10}"
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # number GPUs as nvidia-smi and Slurm do; CUDA itself begins with the fastest GPU
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # with WARNING, PyTorch logs each socket that is closed
@@ -78,7 +78,7 @@ exec {EMPTY_PIPE}<> <(:)             # job_run reads from it. With a trap, bash 
 # run_job.py sends URG as soon as it listens. Then pass on the signals that came in the meantime
 trap 'job_pass_on ${NOTED_SIGNALS#"$EARLIER_SIGNALS"}' URG
 for name in TERM INT HUP USR1 USR2; do
-  # HUP goes on as TERM, because run_job.py ignores HUP, as under nohup: a closed terminal sends it to all processes
+  # Pass HUP on as TERM, because run_job.py ignores HUP, as under nohup: a closed terminal sends it to all processes
   # shellcheck disable=SC2064
   trap "NOTED_SIGNALS+=' ${name/HUP/TERM}'; job_pass_on ${name/HUP/TERM}" "$name"
 done

@@ -26,8 +26,9 @@ BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
 ANCHOR = AFTER_CONTEXT.strip()  # a text before an answer
 MAX_ANSWER_TOKENS = 32
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
+ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py")
 # The code that makes rows. It belongs to the keys of the caches, so that a change of the code has an effect
-CODE = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("data_loader.py", "read_questions.py"))
+CODE = b"".join(Path(__file__).parent.joinpath(name).read_bytes() for name in ROW_MAKERS)
 LEFT_OUT: dict[str, list[str]] = {}  # file -> place and reason of each row that BAD_ROWS=skip has left out
 
 
@@ -179,9 +180,9 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: Da
     The result is cached. The cache key contains everything that the result depends on.
     """
     max_length, labels = data_args.max_length, data_args.labels
-    # Only checkpoints of 2.0.0 need the number: 2.0.0 used 6, and had other tokens with rules such as Llama-2's
-    number = 6 if tokenise_answers(["a"], tokenizer) == tokenise_texts([" a"], tokenizer) else 7
-    key = repr((number, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)).encode()
+    # Checkpoints of 2.0.0 contain a hash with version 6. It had other tokens with rules such as Llama-2's
+    version = 6 if tokenise_answers(["a"], tokenizer) == tokenise_texts([" a"], tokenizer) else 7
+    key = repr((version, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)).encode()
     rows = dataset.map(
         lambda batch: tokenise_batch(batch, tokenizer, max_length, labels),
         batched=True,
@@ -193,7 +194,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: Da
 
 
 def tokens_hash(rows: Dataset) -> str:
-    """Return a hash of the tokens and labels of all rows, which identifies the data of a training."""
+    """Return a hash of the tokens and labels of all rows, which identifies the data of a training run."""
     digest = hashlib.sha256()
     for batch in rows.select_columns(["input_ids", "labels"]).iter(1000):
         digest.update(repr((batch["input_ids"], batch["labels"])).encode())

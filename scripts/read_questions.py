@@ -245,7 +245,7 @@ def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) ->
 
 def is_row(line: str, names: list[str], delimiter: str, chosen: Columns) -> bool:
     """Return whether a line is a usable row by itself, without its one unpaired quotation mark."""
-    # In a quoted cell a mark is doubled, so marks of a pair of their own are in runs of even length
+    # Inside a quoted cell, a quotation mark is written twice. So an odd number of marks in a row has an unpaired one
     unpaired = [run.start() for run in re.finditer(r'(?<!")"(?:"")*(?!")', line)]
     for text in [line, *(line[:mark] + line[mark + 1 :] for mark in unpaired)]:
         with contextlib.suppress(RowError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
@@ -107,8 +108,9 @@ def apply_tensor_parallel(model: Any, tensor_parallel: int, fsdp_config: dict | 
     model.config.distributed_config = config
     model.to(device)
     embedding = model.get_input_embeddings().weight
-    # PyTorch computes the gradient of a cut embedding whole, on each rank. Keep only this rank's part
-    embedding.register_hook(lambda gradient: gradient.redistribute(placements=embedding.placements))
+    if isinstance(embedding, DTensor):
+        # PyTorch computes the gradient of a cut embedding whole, on each rank. Keep only this rank's part
+        embedding.register_hook(lambda gradient: gradient.redistribute(placements=embedding.placements))
     if shards > 1:
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         for unit in (*blocks, model):

@@ -136,7 +136,9 @@ def sweep(folder: Path, own: str = "") -> None:
 
 
 def complete_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
-    """Return an attempt with status and reason. If it noted no end, it gets its training's end, or its last write.
+    """Return an attempt with status and reason. Without an end of its own, it gets that of its training's record.
+
+    A record without an end gives the time of its last change.
 
     The training may have ended before the job's first node failed, or a rank on another node has closed its record.
     """

@@ -182,7 +182,7 @@ class RunRecord:
         """Write results/<job_id>_left_out.txt with one line for each row of the questions that the run does not use."""
         path = self.path.with_name(f"{self.path.stem}_left_out.txt")
         try:
-            path.unlink(missing_ok=True)  # of an earlier run with this job id
+            path.unlink(missing_ok=True)  # an earlier run with this job id may have written it
             if rows:
                 replace_file(path, "".join(f"{one_line(row)}\n" for row in rows))
                 print(f"rows left out: {len(rows)}, all listed in {path}", flush=True)

@@ -209,8 +209,8 @@ class DropoutCallback(TrainerCallback):
     """Callback that gives each rank random numbers of its own. Otherwise all ranks have the same dropout masks.
 
     The ranks of a tensor-parallel group process the same questions, so they share the numbers. The first group keeps
-    the numbers of a run on one rank. Earlier, all ranks need one seed for the order of the questions. Later, a run that
-    resumes has loaded its saved random states.
+    the numbers of a run on one rank. The order of the questions is taken from the common seed before this event, and a
+    run that resumes loads its saved random states after it.
     """
 
     def __init__(self, trainer: WorkshopTrainer):
@@ -220,7 +220,7 @@ class DropoutCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if group := args.process_index // self.trainer.get_tp_size():
-            set_seed(args.seed + group)
+            set_seed((args.seed + group) % 2**32)
 
 
 class WatchdogCallback(TrainerCallback):

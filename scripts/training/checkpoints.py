@@ -35,7 +35,7 @@ from settings.settings import Settings
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
 from shared.files import check_readable
 from shared.hub import short_reason
-from shared.json_files import flatten_keys, read_checked, read_json, write_json
+from shared.json_files import flatten_keys, read_checked, write_json
 from shared.paths import CHECKPOINT_MARKER
 
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
@@ -59,7 +59,7 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
 
 
 class Flags(BaseModel, extra="allow"):
-    """The flags that define a training, and the global batch."""
+    """The flags that define a training run, and the global batch."""
 
     global_batch: PositiveInt
 
@@ -83,16 +83,16 @@ def read_marker(folder: str | Path) -> dict:
     """Return the entries of a checkpoint's marker. Raise WorkshopError (exit code 4) if the file is unusable."""
     path = Path(folder) / CHECKPOINT_MARKER
     return read_checked(
-        path, Marker, "marker of version 2", "resume from another checkpoint", NO_CHECKPOINT
+        path, Marker, "marker of version 2 of the workshop", "resume from another checkpoint", NO_CHECKPOINT
     ).model_dump()
 
 
 def is_complete(folder: Path) -> bool:
     """Return whether the folder has a marker, and each file has the size in the marker."""
     try:
-        files = read_json(folder / CHECKPOINT_MARKER)["files"]
+        files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, KeyError, TypeError, AttributeError, WorkshopError):
+    except (OSError, WorkshopError):
         return False
 
 
@@ -250,8 +250,8 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
     """Return the values that identify this training.
 
     Each checkpoint contains them, and a run compares them with its own values before it resumes. `at_once` is the
-    number of questions that all ranks process at once: micro batch x ranks. `settings` has the flags and the cache key
-    of the tokens, and `config` the DeepSpeed or FSDP config.
+    number of questions that all ranks process at once: micro batch x ranks. `settings` has the flags, `config` the
+    DeepSpeed or FSDP config, and `tokens` a hash of the training data. 2.0.0 compared `data`, the cache key, instead.
     """
     trainer = settings.trainer
     at_once = trainer.per_device_train_batch_size * ranks
@@ -267,7 +267,7 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
         "save_strategy": trainer.save_strategy,
         "settings": defining | {"global_batch": global_batch},
         "config": flatten_keys(settings.deepspeed_config or settings.fsdp_config or {}),
-        "data": train_dataset._fingerprint,  # 2.0.0 compares it
+        "data": train_dataset._fingerprint,
         "tokens": tokens_hash(train_dataset),
     }
     return json.loads(json.dumps(content, default=str))  # the form that reading the marker returns

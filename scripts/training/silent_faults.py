@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from distributed.collectives import gather_lists, max_over_ranks, world_size
+from distributed.collectives import gather_lists, max_over_ranks, rank, world_size
 from distributed.inspect_fsdp import local
 from shared.errors import ENVIRONMENT, WorkshopError
 
@@ -63,8 +63,14 @@ def floats(values: Any) -> Iterator[torch.Tensor]:
 
 
 def own_part(weight: Any) -> torch.Tensor:
-    """Return this rank's part of a weight, which under ZeRO-3 is ds_tensor."""
-    return local(getattr(weight, "ds_tensor", weight)).detach()
+    """Return this rank's part of a weight, which under ZeRO-3 is ds_tensor.
+
+    The parts of all ranks have one size. So the last part may end with memory that was never written.
+    """
+    if not hasattr(weight, "ds_tensor"):
+        return local(weight).detach()
+    part = weight.ds_tensor.detach()
+    return part[: max(0, weight.ds_numel - rank() * part.numel())]
 
 
 # 2. Weights that must not be saved
@@ -78,8 +84,8 @@ def check_weights(model: Any, step: int) -> None:
     # A sum needs no second tensor, and it is not finite if one number is not. Sums in fp16 could overflow
     sums = [own_part(weight).sum(dtype=torch.float32) for weight in model.parameters()]
     if max_over_ranks(int(not all(each.isfinite() for each in sums))):
-        # The loss of this step was finite, otherwise check_loss would have ended the run. So the update was not
-        what = f"are not finite after step {step}, because a gradient of this step was not; they are not saved"
+        # The loss of this step was finite. Otherwise, check_loss would have ended the run
+        what = f"are not finite after step {step}, usually because a gradient was not; they are not saved"
         remedy = "resume from an older checkpoint with a lower --learning_rate"
         raise WorkshopError("weights", what, remedy, code=1)
     check_copies(model)

@@ -71,7 +71,7 @@ class WorkshopTrainer(UpstreamFixes):
         return loss, None, None
 
     def mask_repeated_rows(self, inputs: Any) -> Any:
-        """Do not count the labels of repeated questions: accelerate fills the last batches, so that all are whole."""
+        """Do not count the labels of questions that accelerate repeats to fill the last batch of each rank."""
         loader: Any = self.accelerator.gradient_state
         own, groups = (number // self.get_tp_size() for number in (self.args.process_index, self.args.world_size))
         repeats = self.accelerator.even_batches and not self.args.dataloader_drop_last and groups > 1
@@ -128,7 +128,8 @@ class WorkshopTrainer(UpstreamFixes):
         """Return the micro batches of the next optimizer step, and the number of labels in them."""
         self.loss_before_step = self._tr_loss.clone()
         self.loss_of_step = torch.zeros((), device=self.args.device)
-        masked = map(self.mask_repeated_rows, epoch_iterator)
+        # Without labels, a model that computes a mean loss of its own would return NaN
+        masked = map(self.mask_repeated_rows, epoch_iterator) if self.model_accepts_loss_kwargs else epoch_iterator
         self.batches, labels_in_step = super().get_batch_samples(masked, *args, **kwargs)
         self.tokens = self.tokens + sum(map(count_tokens, self.batches))
         if self.batches and computes_loss_in_head(self.model):
@@ -212,7 +213,7 @@ class WorkshopTrainer(UpstreamFixes):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the parameters with weight decay. transformers also decays Mamba's last norm."""
-        # The patterns are in lower case. Mamba's A_log and D are no matrices of a product
+        # The patterns are in lower case. Mamba's A_log and D are not matrices of a product
         return get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

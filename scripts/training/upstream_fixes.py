@@ -379,7 +379,7 @@ class CheckpointOfRenamedWeights(Trainer):
     """
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        model: Any = self.model
+        model: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # FSDP1 wraps it
         model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
         super()._save_checkpoint(*args, **kwargs)
         del model.save_pretrained  # the saved model has the original names
