@@ -13,7 +13,6 @@ docs/training-loop.md says what the Trainer adds.
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -33,15 +32,14 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from config import CUSTOM_SIZES, IGNORED
 from data_loader import collator, load_squad
-from distributed.collectives import print_once
-from distributed.ds_config import check_contradictions, check_ds_config
-from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
-from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
+from distributed.collectives import local_world_size, print_once, world_size
+from distributed.config_file import read_config_file, start_process_group
+from distributed.fsdp_config import shard_on_cpu
+from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
 from model import load_model, load_tokenizer
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.settings import Settings
-from settings.trainer_flags import training_arguments
 
 SUPPORTED = (  # flags that work as in scripts/train.py
     *("model_name", "from_scratch", "tokenizer_name", "attention", *CUSTOM_SIZES),
@@ -185,24 +183,9 @@ def start() -> tuple[Settings, TrainingArguments]:
     """Read flags, variables and the config file, and open the process group. TrainingArguments need no Trainer."""
     settings = parse_command_line(__doc__)
     reject_unsupported(settings)
-    deepspeed, fsdp = settings.trainer.deepspeed, settings.trainer.fsdp
-    prepare_environment(shards=bool(deepspeed or fsdp))
-    if deepspeed:
-        settings = replace(settings, deepspeed_config=check_ds_config(deepspeed))
-    if fsdp:
-        settings = replace(settings, fsdp_config=check_fsdp_config(settings))
-    args = training_arguments(
-        settings,
-        deepspeed=deepspeed,  # replaces each "auto" in the file by the value of a flag
-        fsdp=bool(fsdp),
-        fsdp_config=trainer_config(settings.fsdp_config),
-        parallelism_config=parallelism(settings.fsdp_config),
-    )
-    if deepspeed:
-        check_contradictions(settings, args)
-    # Without this line, ZeRO-3 assumes a world size of 1 while it loads the model
-    adopt_process_group(args, with_deepspeed=bool(deepspeed))
-    return settings, args
+    prepare_environment(shards=bool(settings.trainer.deepspeed or settings.trainer.fsdp))
+    settings = read_config_file(settings, world_size(), local_world_size())
+    return settings, start_process_group(settings)
 
 
 def reject_unsupported(settings: Settings) -> None:

@@ -45,18 +45,18 @@ from training.trainer import WorkshopTrainer
 
 def main() -> None:
     # 1. Settings: flags, variables and config files. A mistake ends the run with one line, before anything is written.
-    run = start_run(__doc__)
-    args = run.args  # TrainingArguments, which have turned on ZeRO or FSDP; with neither, several processes use DDP
+    start = start_run(__doc__)
+    args = start.args  # TrainingArguments, which have turned on ZeRO or FSDP; with neither, several processes use DDP
 
     # 2. The tokenizer turns texts into numbers.
-    tokenizer = load_tokenizer(run.settings.model, run.settings.data)
-    run.check_model(tokenizer)  # can this model be trained with these settings?
+    tokenizer = load_tokenizer(start.settings.model, start.settings.data)
+    start.check_model(tokenizer)  # can this model be trained with these settings?
 
     # 3. The data: questions about texts, and their answers, as rows of tokens.
-    train_dataset, eval_dataset = load_squad(run.settings.data, tokenizer, args)
-    run.check_data(train_dataset, eval_dataset, tokenizer)  # does the checkpoint fit, and is there room for new ones?
+    train_dataset, eval_dataset = load_squad(start.settings.data, tokenizer, args)
 
-    with run.recorded():  # locks the output folder, and writes results/<job id>.json
+    # Does the checkpoint fit, and is there room for new ones? Then lock the output folder, and write the run record.
+    with start.recorded(tokenizer, train_dataset, eval_dataset) as run:
         settings = run.settings  # settings.model, .data and .trainer hold the flags by their names
 
         # 4. The model. With ZeRO-3, TrainingArguments make load_model keep only this rank's shard of each weight.
@@ -80,6 +80,7 @@ def main() -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, settings.data),
+            tokenizer=tokenizer,
         )
         add_callbacks(run, trainer)  # measurements, checkpoints, stops
 

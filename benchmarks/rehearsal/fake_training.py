@@ -27,8 +27,9 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data_loader import OneRow
+from distributed.config_file import sharding_arguments
 from distributed.ds_config import offloaded
-from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
+from distributed.fsdp_config import shard_on_cpu
 from distributed.inspect_fsdp import local, unit_group
 from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
 from distributed.tensor_parallel import apply_tensor_parallel
@@ -55,7 +56,7 @@ class FakeTrainer(WorkshopTrainer):
     """WorkshopTrainer with artificial batches, and with an observer of the last step."""
 
     def __init__(self, observer: Observer, settings: Settings, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(tokenizer=None, **kwargs)
         self.remove_callback(PrinterCallback)
         self.observer = observer
         self.mark_phases(observer.in_phase)
@@ -215,7 +216,6 @@ def leave_fake_world() -> None:
 def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
     """Make this process rank 0 of a world without other processes, and restore the process at the end."""
     given = settings.estimate
-    fsdp = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
     world = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -261,13 +261,7 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
             "report_to": "none",
             "disable_tqdm": True,
         }
-        arguments = TrainingArguments(
-            **flags,
-            deepspeed=settings.trainer.deepspeed,
-            fsdp=fsdp is not None,  # transformers 5 takes a bool
-            fsdp_config=trainer_config(fsdp),
-            parallelism_config=parallelism(fsdp),
-        )
+        arguments = TrainingArguments(**flags | sharding_arguments(settings))
         with contextlib.redirect_stdout(None):
-            adopt_process_group(arguments, with_deepspeed=bool(settings.trainer.deepspeed))
+            adopt_process_group(arguments, with_deepspeed=settings.deepspeed_config is not None)
         yield arguments

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from estimate.command_line import parse_memory_plan, read_config_files
+from distributed.config_file import read_config_file
+from estimate.command_line import parse_memory_plan
 from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, ORDER_TO_TRY, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
@@ -111,9 +112,10 @@ def settings_for_configs(settings: Settings) -> list[tuple[str, Settings | Works
     """Return the name of each config that --compare lists, with its settings or the error."""
     found: list[tuple[str, Settings | WorkshopError]] = []
     chosen = settings_by_config(settings)
+    gpus = settings.estimate.gpus
     for name in sorted(chosen, key=sort_key):
         try:
-            found.append((name, read_config_files(chosen[name])))
+            found.append((name, read_config_file(chosen[name], gpus, gpus // settings.estimate.nodes)))
         except WorkshopError as error:
             found.append((name, error))
     return found

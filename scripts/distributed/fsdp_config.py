@@ -10,7 +10,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 
-from distributed.collectives import local_world_size, world_size
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError, did_you_mean
 from shared.json_files import read_json
@@ -51,27 +50,30 @@ TENSOR_PARALLEL_VALUES = {
 EXPECTED = {list: "a list of class names", int: "a whole number"}
 
 
-def check_fsdp_config(settings: Settings) -> dict:
+def check_fsdp_config(settings: Settings, ranks: int, ranks_per_node: int) -> dict:
     """Check the file of --fsdp_config and return its content, with dp_shard_size and dp_replicate_size as numbers.
 
-    Without a file the strategy is FSDP2 FULL_SHARD. With tensor parallelism FSDP shards over tensor groups, not ranks.
-
-    Raises WorkshopError: exit code 2 with the file and key at fault, 3 for a config that this machine cannot run.
+    Without a file the strategy is FSDP2 FULL_SHARD. ranks, ranks_per_node: with tensor parallelism, numbers of tensor
+    groups. Raises WorkshopError (exit code 2) with the file and key at fault.
     """
     fsdp = settings.trainer.fsdp
     if str(fsdp).lower() != "true":
         remedy = "use --fsdp --fsdp_config with a file of fsdp_configs/"
         raise WorkshopError("--fsdp", f"{fsdp!r} is a deprecated form", remedy)
     config = check_fsdp_file(settings)
+    resolve_sizes(settings.trainer.fsdp_config or "--fsdp", config, ranks, ranks_per_node)
+    return config
+
+
+def check_device(settings: Settings) -> None:
+    """Raise WorkshopError (exit code 3) for an FSDP config that needs a GPU, on a machine without one."""
+    config = settings.fsdp_config or {}
     source = settings.trainer.fsdp_config or "--fsdp"
-    tensor_parallel = settings.model.tensor_parallel
-    resolve_sizes(source, config, world_size() // tensor_parallel, local_world_size() // tensor_parallel)
     if not torch.cuda.is_available():
         if config.get("version") == 1:
             raise WorkshopError(source, "FSDP1 needs a GPU: it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
         if config.get("cpu_offload"):
             raise WorkshopError(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
-    return config
 
 
 def check_fsdp_file(settings: Settings) -> dict:

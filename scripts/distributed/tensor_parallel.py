@@ -23,12 +23,8 @@ BY_OUTPUTS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
 BY_INPUTS = {"rowwise"}  # only the weight is cut, and each rank has the whole bias
 
 
-def check_tensor_parallel(settings: Settings, ranks: int) -> None:
-    """Check that the number of ranks and the flags for saving and resuming work with --tensor_parallel.
-
-    Raises WorkshopError (exit code 2) for a combination that does not work.
-    """
-    check_groups(settings, ranks)
+def check_saving_flags(settings: Settings) -> None:
+    """Raise WorkshopError (exit code 2) for a flag for saving or resuming that does not work with --tensor_parallel."""
     if settings.model.tensor_parallel == 1:
         return
     if settings.trainer.save_strategy != "no":

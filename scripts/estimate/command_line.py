@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from distributed.ds_config import check_ds_config
-from distributed.fsdp_config import check_fsdp_file, resolve_sizes
-from distributed.tensor_parallel import check_groups
+from distributed.config_file import read_config_file
 from estimate.flags import EstimateArguments, RankFlags
 from settings.command_line import parse_command_line
 from settings.settings import Settings
@@ -44,7 +42,7 @@ def parse_plan(
         raise WorkshopError(
             "--gpus", f"{gpus} is not a multiple of --nodes {nodes}", "give the GPUs of all nodes together"
         )
-    return read_config_files(settings)
+    return read_config_file(settings, gpus, gpus // nodes)
 
 
 def parse_memory_plan(
@@ -56,21 +54,6 @@ def parse_memory_plan(
     """
     settings = parse_plan(argv, description, environment, EstimateArguments)
     check_optimizer(settings)
-    return settings
-
-
-def read_config_files(settings: Settings) -> Settings:
-    """Add the content of --deepspeed or --fsdp_config to the settings. Raises WorkshopError (exit code 2)."""
-    gpus = settings.estimate.gpus
-    tensor_parallel = settings.model.tensor_parallel
-    check_groups(settings, gpus)
-    if settings.trainer.deepspeed:
-        settings = replace(settings, deepspeed_config=check_ds_config(settings.trainer.deepspeed))
-    if settings.trainer.fsdp:
-        config = check_fsdp_file(settings)
-        groups = gpus // tensor_parallel
-        resolve_sizes(settings.trainer.fsdp_config or "--fsdp", config, groups, groups // settings.estimate.nodes)
-        settings = replace(settings, fsdp_config=config)
     return settings
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from distributed.collectives import ranks_per_gpu
-from estimate.command_line import read_config_files
+from distributed.config_file import read_config_file
 from estimate.memory import estimate_parts, totals
 from estimate.model_shape import trace_shape
 from settings.settings import Settings
@@ -74,7 +74,7 @@ def comparison(settings: Settings) -> str:
     refused = []
     for name, chosen in settings_by_config(settings).items():
         try:
-            complete = read_config_files(chosen)
+            complete = read_config_file(chosen, given.gpus, given.gpus // given.nodes)
         except WorkshopError as error:
             refused.append(f"{name:{WIDTH}}{error.what}; {error.remedy}")
         else:

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
-from transformers.trainer_callback import ExportableState
 
 from distributed import watchdog
 from distributed.collectives import print_once
@@ -32,7 +31,6 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
     At each event they are called in this order, after transformers' own callbacks, which decide when to log, evaluate
     and save.
     """
-    trainer.tokenizer = run.tokenizer
     stopping = [StopCallback(run.stop, trainer)]
     if run.settings.model.tensor_parallel > 1:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
@@ -80,26 +78,14 @@ class LogLinesCallback(TrainerCallback):
             print(shown, flush=True)
 
 
-class MeasureCallback(TrainerCallback, ExportableState):
-    """Callback that measures the training, and keeps the run record up to date for the case that the run is killed.
-
-    A checkpoint keeps the counts in the Trainer's own state (trainer_state.json), so that a resumed run continues them.
-    """
+class MeasureCallback(TrainerCallback):
+    """Callback that measures the training, and keeps the run record up to date for the case that the run is killed."""
 
     def __init__(self, run: Run, trainer: WorkshopTrainer):
         self.run = run
         self.record = run.record
         self.trainer = trainer
-        self.counts: dict[str, Any] = {}
         self.model_state: dict[str, int | None] | None = None
-        trainer.before_save = self.gather_counts
-
-    def gather_counts(self) -> None:
-        """Collect the counts of all ranks, because the Trainer calls `state` on only one of them. Collective."""
-        self.counts = self.trainer.counts() | self.speed.counts()
-
-    def state(self) -> dict[str, Any]:
-        return self.counts
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,11 +95,8 @@ class MeasureCallback(TrainerCallback, ExportableState):
         self.speed = TrainSpeed(self.trainer, run.energy, run.flops, run.peak, run.settings.data.profile)
         self.gpu_activity = GpuActivity(self.speed)
         self.utilisation = Utilisation(self.record)
+        self.trainer.keep_counts(self.speed)
         if self.first_step:
-            loaded: Any = state.stateful_callbacks
-            saved = loaded[type(self).__name__]
-            self.trainer.resume_counts(saved)
-            self.speed.resume_counts(saved)
             self.record.update(eval=evaluations(state.log_history))
         if args.deepspeed:
             in_effect: Any = args.hf_deepspeed_config

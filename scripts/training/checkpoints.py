@@ -113,15 +113,9 @@ class CheckpointCallback(TrainerCallback):
 
     def __init__(self, trainer: Any, identity: dict):
         """trainer: a WorkshopTrainer. identity: the description of this training, which each checkpoint contains."""
-        self.trainer = trainer
         self.save_total_limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # the Trainer would remove checkpoints before the new one is complete
         self.identity = identity
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.trainer.saved_step = state.global_step  # 0 without a checkpoint
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = checkpoint_folder(args.output_dir, state.global_step)
@@ -131,7 +125,6 @@ class CheckpointCallback(TrainerCallback):
                 mark_complete(folder, self.identity | {"step": state.global_step})
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(folder.parent, state.best_model_checkpoint)
-        self.trainer.saved_step = state.global_step
         wait_for_all_ranks()
 
     def remove_older(self, output_dir: Path, best: str | None) -> None:

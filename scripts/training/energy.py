@@ -18,7 +18,7 @@ JOULES_PER_KWH = 3.6e6
 
 
 class EnergyMeter:
-    """Energy counter of this rank's GPU. Creating it is collective, and starts the count of the job's energy.
+    """Energy counter of this rank's GPU. Creating it is collective.
 
     reason: why the energy is unknown, empty if it is known. It is the same on all ranks.
     """
@@ -34,6 +34,10 @@ class EnergyMeter:
         if not self.reason and len({uuid for _, uuid in ranks}) < len(ranks):
             self.reason = "several ranks share a GPU, and its counter does not separate them"
         self.last_joules = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Count the job's energy from here."""
         self.joules_at_start = self.joules()
 
     def open_counter(self) -> str:

@@ -5,19 +5,19 @@ train.py shows the training itself. Participants of the workshop need not read t
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from data_loader import LEFT_OUT
 from distributed import watchdog
-from distributed.collectives import broadcast_from_rank_0, print_once, rank, world_size
-from distributed.ds_config import check_contradictions, check_ds_config
-from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
-from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment
+from distributed.collectives import broadcast_from_rank_0, local_world_size, print_once, rank, world_size
+from distributed.config_file import read_config_file, start_process_group
+from distributed.fsdp_config import shard_on_cpu
+from distributed.process_group import leave_process_group, prepare_environment
 from distributed.strategy import WEIGHTS, Strategy, choose_strategy
-from distributed.tensor_parallel import check_tensor_parallel
+from distributed.tensor_parallel import check_saving_flags
 from model import build_meta_model
 from models.lora import add_adapters
 from records.run_environment import new_job_id
@@ -25,7 +25,6 @@ from records.writer import RunRecord
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.settings import Settings
-from settings.trainer_flags import training_arguments
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
 from training.checkpoints import (
@@ -48,13 +47,12 @@ from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 
 
-@dataclass(kw_only=True)
-class Run:
-    """A training run: what its parts share, and what happens before, around and after the training.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Facts of a training run that are known before its data.
 
     checkpoint: the folder to resume from, None for a new training. meta_model: the model on PyTorch's meta device,
-    which has shapes but no memory for weights. identity: the description of the training in each checkpoint. flops:
-    operations per token, None if unknown. peak: the most operations per second that one rank can do.
+    which has shapes but no memory for weights.
     """
 
     settings: Settings
@@ -66,53 +64,46 @@ class Run:
     record: RunRecord
     checkpoint: str | None
     meta_model: PreTrainedModel
-    identity: dict = field(init=False)
-    questions: dict[str, Dataset] = field(init=False)
-    energy: EnergyMeter = field(init=False)
-    tokenizer: PreTrainedTokenizerBase = field(init=False)
-    peak: float = field(init=False)
-    flops: ModelFlops | None = field(init=False)
-    unfair_questions: dict[str, int] | None = None
 
     def check_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise WorkshopError (exit code 2) if the model cannot be trained with these settings."""
         check_trainable(self.settings, self.args, self.meta_model, tokenizer)
 
-    def check_data(self, train_dataset: Dataset, eval_dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints.
+    @contextlib.contextmanager
+    def recorded(
+        self, tokenizer: PreTrainedTokenizerBase, train_dataset: Dataset, eval_dataset: Dataset
+    ) -> Iterator["Run"]:
+        """Check the data, lock the output folder, and write the run record, which also says how the body ended.
 
-        Also count the evaluation questions whose scores are not fair.
+        Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints.
         """
-        self.questions = {"train": train_dataset, "eval": eval_dataset}
         # The values may have been "all"
         data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
-        self.settings = replace(self.settings, data=data)
-        self.identity = training_identity(
-            self.job_id, self.settings, self.strategy.name, self.args.world_size, train_dataset
-        )
+        settings = replace(self.settings, data=data)
+        identity = training_identity(self.job_id, settings, self.strategy.name, self.args.world_size, train_dataset)
         if self.checkpoint:
-            check_same_training(self.checkpoint, self.identity)
-        check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit or 0)
-        if data.em_f1:
-            self.unfair_questions = check_references(tokenizer, eval_dataset, data.max_length)
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Write the run record, which also says how the body ended. Lock the record and the output folder."""
+            check_same_training(self.checkpoint, identity)
+        check_room(self.output_dir, settings, self.meta_model, self.strategy, self.args.save_total_limit or 0)
+        unfair_questions = check_references(tokenizer, eval_dataset, data.max_length) if data.em_f1 else None
         with self.record:
             if not self.checkpoint:
                 self.record.refuse_to_overwrite()  # again: another run may have ended just before this run had the lock
-            self.start_record()
+            self.start_record(settings, {"train": train_dataset, "eval": eval_dataset}, unfair_questions)
             watchdog.before_exit(self.record.close_as_hung)
             if rank() == 0:
                 self.record.list_left_out([f"{path}: {row}" for path, rows in LEFT_OUT.items() for row in rows])
             prepare_trackers(self.args, self.job_id)
-            self.flops = model_flops(self.meta_model, self.settings.data.max_length, self.record)
-            self.peak = matmul_peak(DTYPES[self.settings.precision], self.args.device)
+            run = Run(
+                **vars(self) | {"settings": settings},
+                identity=identity,
+                flops=model_flops(self.meta_model, data.max_length, self.record),
+                peak=matmul_peak(DTYPES[settings.precision], self.args.device),
+                energy=EnergyMeter(),
+            )
             watchdog.progress("loading the model")
-            yield
+            yield run
             record_process_peaks(self.record)  # again after the training: saving and answering also need memory
-            self.energy.record_kwh(self.record)
+            run.energy.record_kwh(self.record)
             if self.args.save_strategy == "no":
                 # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
                 remove_stop_checkpoints(self.output_dir)
@@ -120,7 +111,9 @@ class Run:
         print_once(f"Run record: {self.record.path}")
         leave_process_group()
 
-    def start_record(self) -> None:
+    def start_record(
+        self, settings: Settings, questions: dict[str, Dataset], unfair_questions: dict[str, int] | None
+    ) -> None:
         first_step = 0
         if self.checkpoint:
             saved = read_marker(self.checkpoint)
@@ -136,27 +129,40 @@ class Run:
             run_name=self.args.run_name,
             output_dir=self.output_dir,
             resumed_from=self.checkpoint,
-            settings=self.settings.recorded(),
-            origins=self.settings.origins,
-            train_size=len(self.questions["train"]),
-            eval_size=len(self.questions["eval"]),
-            questions_cut={part: sum(rows["cut"][:]) for part, rows in self.questions.items()},
-            answers_cut={part: sum(rows["answer_cut"][:]) for part, rows in self.questions.items()},
-            unfair_questions=self.unfair_questions,
+            settings=settings.recorded(),
+            origins=settings.origins,
+            train_size=len(questions["train"]),
+            eval_size=len(questions["eval"]),
+            questions_cut={part: sum(rows["cut"][:]) for part, rows in questions.items()},
+            answers_cut={part: sum(rows["answer_cut"][:]) for part, rows in questions.items()},
+            unfair_questions=unfair_questions,
             configs={
                 "model": self.meta_model.config.to_diff_dict(),
-                "deepspeed": self.settings.deepspeed_config,
-                "fsdp": self.settings.fsdp_config,
+                "deepspeed": settings.deepspeed_config,
+                "fsdp": settings.fsdp_config,
             },
         )
 
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Start):
+    """A training run whose record has begun. Its settings have the sizes of the data as numbers.
+
+    identity: the description of the training in each checkpoint. flops: operations per token, None if unknown. peak:
+    the most operations per second that one rank can do.
+    """
+
+    identity: dict
+    flops: ModelFlops | None
+    peak: float
+    energy: EnergyMeter
+
     def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that the model can be saved, prepare accelerate for sharding, and start to count energy. Collective."""
+        """Check that the model can be saved, prepare accelerate for sharding, and start to count energy."""
         check_saving(model, tokenizer)
-        self.tokenizer = tokenizer
         if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
-        self.energy = EnergyMeter()  # counts the joules of the GPUs, from here to the end of the run
+        self.energy.start()  # it counts the joules of the GPUs from here to the end of the run
 
     @property
     def shards_weights(self) -> bool:
@@ -171,7 +177,7 @@ class Run:
         watchdog.progress("saving the model")
 
 
-def start_run(description: str) -> Run:
+def start_run(description: str) -> Start:
     """Read and check the settings, start the process group, find the checkpoint, and build the model without weights.
 
     description: the text of --help. Raise WorkshopError for a user's mistake, before the run writes anything.
@@ -182,21 +188,23 @@ def start_run(description: str) -> Run:
     stop.install_handlers()
     draw_bars_on_terminals_only()
     settings = parse_command_line(description)
-    deepspeed = settings.trainer.deepspeed
-    prepare_environment(shards=bool(deepspeed or settings.trainer.fsdp))
+    prepare_environment(shards=bool(settings.trainer.deepspeed or settings.trainer.fsdp))
     job_id = new_job_id()  # JOB_ID if it is set, otherwise Slurm's id, otherwise a new id
     # If Slurm has restarted this job on another number of ranks, the accumulation keeps the global batch
     settings = keep_global_batch(settings, settings.trainer.output_dir or f"output/{job_id}", job_id, world_size())
     print_once("\n".join(settings.knob_lines()))  # each knob with its source: a flag, the site, config.py, ...
-    settings = read_config_file(settings)
-    args = start_process_group(settings)
+    settings = read_config_file(settings, world_size(), local_world_size())
+    check_saving_flags(settings)
+    # From here on, a rank that hangs for --ddp_timeout seconds ends the run, and the log names this rank. PyTorch's own
+    # time-outs, which do not name the rank, come later
+    args = start_process_group(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
     # Each rank has made up an id of its own, and the process group is the first way to agree. With two ids, each rank
     # would save its part of a checkpoint in another folder
     job_id = broadcast_from_rank_0(job_id)
     args.output_dir = output_dir = settings.trainer.output_dir or f"output/{job_id}"
     record = RunRecord(job_id, output_dir)
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
-    forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
+    forbid_code_in_checkpoints(with_deepspeed=settings.deepspeed_config is not None)
     checkpoint = broadcast_from_rank_0(find_checkpoint(args.resume_from_checkpoint, output_dir, job_id))
     if not checkpoint:
         record.refuse_to_overwrite()
@@ -207,7 +215,7 @@ def start_run(description: str) -> Run:
     if checkpoint:
         check_files(checkpoint)
         check_contents(checkpoint, meta_model)
-    return Run(
+    return Start(
         settings=settings,
         args=args,
         job_id=job_id,
@@ -218,37 +226,3 @@ def start_run(description: str) -> Run:
         checkpoint=checkpoint,
         meta_model=meta_model,
     )
-
-
-def read_config_file(settings: Settings) -> Settings:
-    """Return the settings with the checked content of --deepspeed or --fsdp_config."""
-    if settings.trainer.deepspeed:
-        settings = replace(settings, deepspeed_config=check_ds_config(settings.trainer.deepspeed))
-    check_tensor_parallel(settings, world_size())
-    if settings.trainer.fsdp:
-        settings = replace(settings, fsdp_config=check_fsdp_config(settings))
-    return settings
-
-
-def start_process_group(settings: Settings) -> TrainingArguments:
-    """Create TrainingArguments, which open the process group and turn on ZeRO or FSDP.
-
-    Call this before the model is created, because ZeRO-3 shards the weights while they are loaded.
-    """
-    deepspeed = settings.trainer.deepspeed
-    # With tensor parallelism, train.py shards the model itself, and the Trainer gets no FSDP config
-    fsdp_config = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
-    # From here on, a rank that hangs for --ddp_timeout seconds ends the run, and the log names this rank. PyTorch's own
-    # time-outs, which do not name the rank, come later
-    args = training_arguments(
-        settings,
-        ddp_timeout=watchdog.start(settings.trainer.ddp_timeout),
-        deepspeed=deepspeed,
-        fsdp=fsdp_config is not None,
-        fsdp_config=trainer_config(fsdp_config),
-        parallelism_config=parallelism(fsdp_config),  # replicas x shards, for HYBRID_SHARD
-    )
-    if deepspeed:
-        check_contradictions(settings, args)
-    adopt_process_group(args, with_deepspeed=bool(deepspeed))  # DeepSpeed uses the group of TrainingArguments
-    return args

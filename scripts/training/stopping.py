@@ -88,7 +88,7 @@ class StopCallback(TrainerCallback):
     """
 
     def __init__(self, stop: StopRequest, trainer: Any):
-        """trainer: a WorkshopTrainer, for its `saved_step`."""
+        """trainer: a WorkshopTrainer, which knows the step that it has saved."""
         self.stop = stop
         self.trainer = trainer
 

@@ -19,8 +19,11 @@ from shared.paths import CHECKPOINT_MARKER
 from training.checkpoints import checkpoint_folder, full_disk_errors, is_complete
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.silent_faults import check_weights, explain_loss
+from training.speed import TrainSpeed
 from training.upstream_fixes import UpstreamFixes
 
+# Key of the counts in a checkpoint's trainer_state.json, under which version 2.0.0 wrote them, too
+COUNTS = "MeasureCallback"
 BAD_LOSSES = 3  # successive steps in fp16 whose loss is not finite
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
 PHASES = {
@@ -37,13 +40,12 @@ class WorkshopTrainer(UpstreamFixes):
     Models compute their loss in fp32: the sum over the tokens that count, divided by the number of these tokens.
     """
 
-    before_save: Callable[[], object]  # MeasureCallback sets it; every rank calls it before a checkpoint
-    tokenizer: Any  # add_callbacks sets it; an error shows the question whose loss is not finite
-    earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
-    saved_step = 0  # step of the last complete checkpoint, 0 without one
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, tokenizer: Any, **kwargs: Any) -> None:
+        """tokenizer: shows the question whose loss is not finite."""
+        super().__init__(**kwargs)
+        self.tokenizer = tokenizer
+        self.earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
+        self.saved_step = 0  # step of the last checkpoint, 0 without one
         # Token counts of this rank in this run, see count_tokens
         self.tokens = torch.zeros(KINDS_OF_TOKENS, dtype=torch.int64, device=self.args.device)
         # Sum of this rank's losses that are NaN or infinite since the last log line, and number of such steps
@@ -102,6 +104,17 @@ class WorkshopTrainer(UpstreamFixes):
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
         return output
 
+    def keep_counts(self, speed: TrainSpeed) -> None:
+        """Write the counts of `speed` and of the losses into each checkpoint, and continue those of a resumed run.
+
+        Call this when the training begins.
+        """
+        self.speed = speed
+        if self.state.global_step:
+            saved: Any = self.state.stateful_callbacks
+            self.resume_counts(saved[COUNTS])
+            speed.resume_counts(saved[COUNTS])
+
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the losses. Collective."""
         sums = self._tr_loss, self.unlogged_not_finite, self.bad_steps
@@ -112,7 +125,7 @@ class WorkshopTrainer(UpstreamFixes):
         }
 
     def resume_counts(self, saved: dict[str, Any]) -> None:
-        """Continue the counts of a checkpoint. Call this when the training begins."""
+        """Continue the losses of a checkpoint."""
         ranks = saved["unlogged"]
         # On another number of ranks, each rank gets the mean. This is correct because the Trainer logs the mean
         means = [sum(each) / len(ranks) for each in zip(*ranks, strict=True)]
@@ -209,6 +222,7 @@ class WorkshopTrainer(UpstreamFixes):
             else:
                 print_once(f"the best checkpoint is not at {best}: only evaluations from here on count as the best")
                 self.state.best_metric = None
+        self.saved_step = self.state.global_step
         return begun
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
@@ -218,13 +232,15 @@ class WorkshopTrainer(UpstreamFixes):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_weights(self.model, self.state.global_step)
-        self.before_save()
+        counts: Any = self.state.stateful_callbacks  # the Trainer writes this mapping into trainer_state.json
+        counts[COUNTS] = self.counts() | self.speed.counts()
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
         with full_disk_errors(folder):
             if self.is_world_process_zero():
                 # The marker exists if this step was saved before, and the run was then resumed from a lower step
                 (folder / CHECKPOINT_MARKER).unlink(missing_ok=True)
             super()._save_checkpoint(model, trial)
+        self.saved_step = self.state.global_step
 
     def save_current_step(self) -> Path:
         """Save a checkpoint of the current step, unless it exists already, and return its folder. Collective."""

@@ -72,7 +72,8 @@ def test_pinned_memory_is_checked_on_the_right_buffers(train, workplace, stage: 
     for section in ("offload_optimizer", "offload_param"):
         if section in config["zero_optimization"]:
             config["zero_optimization"][section]["pin_memory"] = pin
-    (workplace / f"pin_{stage}.json").write_text(json.dumps(config))
+    # A byte order mark, as PowerShell writes it: transformers gets the content, because it cannot read such a file
+    (workplace / f"pin_{stage}.json").write_text(json.dumps(config), encoding="utf-8-sig")
     done = train(f"pin_{stage}", "--deepspeed", f"pin_{stage}.json", patch=PINNING, **FEW)
     knobs = done.record["knobs"]
     assert knobs["optimizer pinned memory"] == {"requested": pin, "effective": pin}

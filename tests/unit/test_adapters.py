@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import evaluate
-from distributed.fsdp_config import check_fsdp_config
+from distributed.config_file import read_config_file
 from estimate.model_shape import AliveBytes
 from helpers import REPOSITORY
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
@@ -209,7 +209,7 @@ def test_fsdp1_is_refused(refusal):
     path = str(REPOSITORY / "fsdp_configs" / "fsdp1_full_shard.json")
     settings = parse_command_line("", ["--fsdp", "--fsdp_config", path, "--lora_rank", "8"])
     what = "FSDP1 has not been tried with --lora_rank; use an FSDP2 config"
-    assert refusal(check_fsdp_config, settings) == f"error: {path}: version: {what}"
+    assert refusal(read_config_file, settings, 1, 1) == f"error: {path}: version: {what}"
 
 
 def test_evaluate_needs_no_rank(main_of, refusal):

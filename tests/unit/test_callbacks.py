@@ -1,6 +1,7 @@
 """Tests of the callbacks: the steady rate on a simulated clock, GPU utilisation, and losses that are not finite."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -154,9 +155,14 @@ def test_in_fp16_only_three_losses_in_a_row_that_are_not_finite_end_the_run(refu
 @pytest.mark.parametrize(("ranks", "loss"), [([[0.5, NAN, 1.0]], 0.5), ([[0.5, NAN, 1.0], [1.5, 0.0, 1.0]], 1.0)])
 def test_a_resumed_run_continues_the_losses_of_its_checkpoint(ranks, loss):
     """On another number of ranks, each rank continues with the mean."""
-    trainer = SimpleNamespace(_tr_loss=torch.tensor(0.0))
     saved = {"logged_loss": 20.0, "last_logged_step": 18, "unlogged": ranks, "seconds": 7.0}
-    WorkshopTrainer.resume_counts(trainer, json.loads(json.dumps(saved)))
+    # Version 2.0.0 named the counts after the class of a callback
+    state = SimpleNamespace(global_step=18, stateful_callbacks={"MeasureCallback": json.loads(json.dumps(saved))})
+    trainer = SimpleNamespace(_tr_loss=torch.tensor(0.0), state=state)
+    trainer.resume_counts = partial(WorkshopTrainer.resume_counts, trainer)
+    of_speed: list[dict] = []
+    WorkshopTrainer.keep_counts(trainer, SimpleNamespace(resume_counts=of_speed.append))
+    assert of_speed == list(state.stateful_callbacks.values())
     assert (trainer._tr_loss, trainer.bad_steps) == (loss, 1.0) and trainer.unlogged_not_finite.isnan()
     assert (trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer.earlier_seconds) == (20.0, 18, 7.0)
     trainer._tr_loss, trainer.unlogged_not_finite = torch.tensor(0.5), torch.tensor(NAN)

@@ -1,6 +1,7 @@
 """Config files of DeepSpeed and FSDP: errors in a participant's file, and differences between the workshop's files."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,8 +10,11 @@ import pytest
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+import estimate_memory
+import train
+from distributed.config_file import read_config_file
 from distributed.ds_config import check_contradictions, check_ds_config
-from distributed.fsdp_config import check_fsdp_config, check_wrap_classes
+from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import fsdp_strategy
 from helpers import REPOSITORY
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
@@ -133,7 +137,7 @@ def compare(path: str, *argv: str) -> None:
     settings = parse_command_line("", list(argv))
     training = TrainingArguments(**trainer_flags(settings))
     settings = replace(settings, deepspeed_config=content, trainer=replace(settings.trainer, deepspeed=path))
-    training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(path)
+    training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(content)
     training.hf_deepspeed_config.trainer_config_process(training)
     check_contradictions(settings, training)
 
@@ -228,8 +232,9 @@ def test_fsdp_files_differ_from_full_shard_in_one_setting(path):
     assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
 
 
-def checked_fsdp_config(*flags: str) -> dict:
-    return check_fsdp_config(parse_command_line("", ["--fsdp", *flags], environment={}))
+def checked_fsdp_config(path: object, ranks: int = 4, ranks_per_node: int = 1) -> dict:
+    flags = ["--fsdp", "--fsdp_config", str(path)]
+    return read_config_file(parse_command_line("", flags, environment={}), ranks, ranks_per_node).fsdp_config
 
 
 @pytest.mark.parametrize(
@@ -248,25 +253,24 @@ def checked_fsdp_config(*flags: str) -> dict:
         ),
     ],
 )
-def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, content, message):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, content, message):
     path = written(content)
-    error = refusal(checked_fsdp_config, "--fsdp_config", path)
+    error = refusal(checked_fsdp_config, path)
     assert error.startswith(f"error: {path}")
     assert message in error
 
 
-def test_an_old_fsdp_string_is_refused_with_its_replacement(refusal):
-    line = refusal(checked_fsdp_config, "--fsdp", "full_shard auto_wrap")
-    assert line.endswith("is a deprecated form; use --fsdp --fsdp_config with a file of fsdp_configs/")
+@pytest.mark.parametrize("program", [train, estimate_memory], ids=["train", "estimate"])
+def test_an_old_fsdp_string_is_refused_with_its_replacement(program, refusal, main_of, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # train.py sets variables
+    line = refusal(main_of, program, "--fsdp", "full_shard")
+    remedy = "use --fsdp --fsdp_config with a file of fsdp_configs/"
+    assert line == f"error: --fsdp: 'full_shard' is a deprecated form; {remedy}"
 
 
 @pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (1, 1, 1, 1)])
-def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
-    found = checked_fsdp_config("--fsdp_config", str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
+def test_auto_means_ranks_per_node_and_nodes(world, per_node, shard, replicate):
+    found = checked_fsdp_config(REPOSITORY / "fsdp_configs" / "hybrid_shard.json", world, per_node)
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
     assert fsdp_strategy(found).name == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 

@@ -58,6 +58,7 @@ def begin_training(record: RunRecord) -> MeasureCallback:
     args = SimpleNamespace(device="cpu", deepspeed=None)
     state = SimpleNamespace(global_step=0)
     trainer = SimpleNamespace(args=args, state=state, train_dataset=range(8), steps_per_epoch=2, get_tp_size=lambda: 1)
+    trainer.keep_counts = lambda speed: None
     settings = SimpleNamespace(data=SimpleNamespace(profile=False))
     run = SimpleNamespace(record=record, energy=EnergyMeter(), flops=None, peak=1e12, settings=settings)
     callback = MeasureCallback(run, trainer)

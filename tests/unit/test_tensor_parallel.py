@@ -8,7 +8,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distributed.tensor_parallel import check_tensor_parallel, check_tensor_parallel_model
+from distributed.config_file import read_config_file
+from distributed.tensor_parallel import check_saving_flags, check_tensor_parallel_model
 from estimate.command_line import parse_plan
 from settings.command_line import parse_command_line
 
@@ -27,8 +28,9 @@ COMBINATIONS = {  # flags, ranks, text of the error
 @pytest.mark.promise("Tensor parallelism: the same losses, also in fp16; what it refuses; a stop")
 @pytest.mark.parametrize(("words", "ranks", "what"), COMBINATIONS.values(), ids=COMBINATIONS)
 def test_a_flag_that_cannot_be_combined_is_named(refusal, words, ranks, what):
+    words = [*TENSOR_PARALLEL, *words]
     assert what in refusal(
-        lambda: check_tensor_parallel(parse_command_line("", [*TENSOR_PARALLEL, *words], gpu=True), ranks)
+        lambda: check_saving_flags(read_config_file(parse_command_line("", words, gpu=True), ranks, ranks))
     )
 
 
