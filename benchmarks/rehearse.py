@@ -46,7 +46,7 @@ def report(settings: Settings) -> str:
     given = settings.estimate
     trainer = settings.trainer
     batch = f"{trainer.gradient_accumulation_steps} micro batch(es) of {trainer.per_device_train_batch_size}"
-    strategy = choose_strategy(settings).name.replace("plain", "DDP")
+    strategy = choose_strategy(settings, given.gpus).name.replace("plain", "DDP")
     lines = [
         f"{settings.model.model_name}: {strategy}, {settings.precision}, {batch} x {settings.data.max_length} tokens "
         f"per rank, rank 0 of {given.gpus} on {given.nodes} node(s)",

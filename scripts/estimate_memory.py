@@ -21,6 +21,7 @@ prepare_imports()  # must come before the other imports, because PyTorch reads v
 from config import ALL, HUB_SIZES
 from data_loader import is_local, read_local, resolve_size
 from distributed.collectives import ranks_per_gpu
+from distributed.strategy import Degrees, choose_strategy
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
 from estimate.compare import comparison, gpu_memory, verdict
@@ -79,13 +80,12 @@ def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None)
     return f"for sbatch: --mem={asked}G ({reserve})"
 
 
-def batch_line(settings: Settings) -> str:
+def batch_line(settings: Settings, degrees: Degrees) -> str:
     """Return the line with the global batch and the number of optimizer steps, if the latter is known."""
     trainer = settings.trainer
     micro_batch, accumulation = trainer.per_device_train_batch_size, trainer.gradient_accumulation_steps
-    groups = settings.estimate.gpus // settings.model.tensor_parallel
-    at_once = micro_batch * groups
-    ranks = f"{groups} rank(s)" if settings.model.tensor_parallel == 1 else f"{groups} tensor group(s)"
+    at_once = micro_batch * degrees.groups
+    ranks = f"{degrees.groups} " + ("rank(s)" if degrees.tensor == 1 else "tensor group(s)")
     line = f"global batch: {at_once * accumulation} (micro batch {micro_batch} x accumulation {accumulation} x {ranks})"
     if trainer.max_steps > 0:
         return f"{line}, {trainer.max_steps} steps"
@@ -117,7 +117,8 @@ def count_questions(settings: Settings) -> int | None:
 def main() -> None:
     settings = parse_memory_plan(description=__doc__)
     if settings.estimate.knobs:
-        print("\n".join([*settings.knob_lines(), batch_line(settings)]))
+        strategy = choose_strategy(settings, settings.estimate.gpus)
+        print("\n".join([*settings.knob_lines(), strategy.line, batch_line(settings, strategy.degrees)]))
     print(comparison(settings) if settings.estimate.compare else memory_table(settings))
 
 

@@ -69,8 +69,8 @@ def main() -> None:
             use_padding_free(model)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
-        if settings.model.tensor_parallel > 1:
-            apply_tensor_parallel(model, settings.model.tensor_parallel, settings.fsdp_config, args.device)
+        if run.strategy.degrees.tensor > 1:
+            apply_tensor_parallel(model, run.strategy.degrees, args.device)
 
         # 5. The Trainer of Hugging Face. It wraps the model in DDP, DeepSpeed or FSDP when the training begins.
         run.prepare_trainer(model, tokenizer)
@@ -91,7 +91,7 @@ def main() -> None:
 
         # 7. The model is saved for from_pretrained, unless SAVE_STRATEGY=no. (Tensor parallelism needs this value,
         #    because it cannot save checkpoints. Its model is saved all the same.)
-        if args.save_strategy == "no" and settings.model.tensor_parallel == 1:
+        if args.save_strategy == "no" and run.strategy.saves_checkpoints:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
             with run.record.pause("saving"), full_disk_errors(run.output_dir):
@@ -103,8 +103,7 @@ def main() -> None:
                 batch_size=settings.data.em_f1_batch_size,
                 max_length=settings.data.max_length,
                 device=args.device,
-                sharded=run.shards_weights,  # then all ranks must compute equally often
-                tensor_parallel=settings.model.tensor_parallel,
+                strategy=run.strategy,  # with sharded weights, all ranks must compute equally often
             )
             # One autocast context for all answers casts each weight once, not once per token
             with run.record.pause("evaluation"), trainer.accelerator.autocast():

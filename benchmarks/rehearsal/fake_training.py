@@ -32,6 +32,7 @@ from distributed.ds_config import offloaded
 from distributed.fsdp_config import shard_on_cpu
 from distributed.inspect_fsdp import local, unit_group
 from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
+from distributed.strategy import choose_strategy
 from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import device_rules, forward_pass, model_without_storage
 from models.chunked_loss import next_tokens, use_chunked_loss
@@ -171,7 +172,7 @@ def rehearse(settings: Settings) -> ObservedStep:
     # Start from fp32 weights, as train.py does. The Trainer adds autocast and checkpointing
     planned = forward_pass(settings)
     forward = replace(planned, precision="fp32", autocast=False, recomputes=False, lora_rank=0)
-    tensor_parallel = settings.model.tensor_parallel
+    degrees = choose_strategy(settings, settings.estimate.gpus).degrees
     with fake_world(settings) as arguments:
         with model_without_storage(forward) as model:
             fake_mode = next(model.parameters()).fake_mode
@@ -183,9 +184,9 @@ def rehearse(settings: Settings) -> ObservedStep:
         model.to = lambda *args, **kwargs: model
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
-        if tensor_parallel > 1:
-            apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, arguments.device)
-        if settings.fsdp_config is not None or tensor_parallel > 1:
+        if degrees.tensor > 1:
+            apply_tensor_parallel(model, degrees, arguments.device)
+        if settings.fsdp_config is not None or degrees.tensor > 1:
             shard_on_cpu()
         for number, parameter in enumerate(model.parameters()):
             # accelerate identifies a parameter by its address, which is 0 for all fake tensors. Without this line the

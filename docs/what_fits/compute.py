@@ -20,11 +20,12 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from distributed.config_file import read_config_file
+from distributed.strategy import choose_strategy
 from estimate.command_line import parse_memory_plan
 from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, ORDER_TO_TRY, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
-from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
+from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape
 from models.chunked_loss import GPU_PIECES, chunk_bytes
 from settings.settings import Settings
 from shared.errors import WorkshopError
@@ -262,12 +263,13 @@ def methods() -> list[dict]:
     for name, settings in settings_for_configs(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
         assert isinstance(settings, Settings), settings
         fsdp = settings.fsdp_config or {}
+        strategy = choose_strategy(settings, settings.estimate.gpus)
         found.append(
             {
                 "name": name.rpartition("/")[2].removesuffix(".json"),
                 "config": name if "/" in name else "",
                 "flags": "--deepspeed" if settings.deepspeed_config else "--fsdp --fsdp_config" if fsdp else "",
-                "activations": "autocast" if uses_autocast(settings) else "cast once",
+                "activations": "autocast" if strategy.autocasts else "cast once",
                 "checkpointing": fsdp.get("activation_checkpointing", False),
                 "experiments": experiments(name if "/" in name else ""),
             }

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
+from distributed.strategy import Degrees
 from settings.settings import Settings
 from shared.errors import WorkshopError
 
@@ -88,18 +89,17 @@ def cut_parameters(model: PreTrainedModel) -> set[str]:
     return names
 
 
-def apply_tensor_parallel(model: Any, tensor_parallel: int, fsdp_config: dict | None, device: torch.device) -> None:
+def apply_tensor_parallel(model: Any, degrees: Degrees, device: torch.device) -> None:
     """Cut a model that each rank has loaded whole into CPU memory, so that each rank keeps only its part. Collective.
 
     The last lines shard for FSDP. transformers can also do this, but it shards a head and a tied embedding separately.
     """
-    shards = fsdp_config["dp_shard_size"] if fsdp_config else 1
-    config = DistributedConfig(tp_size=tensor_parallel, fsdp_size=shards)
+    config = DistributedConfig(tp_size=degrees.tensor, fsdp_size=degrees.shards)
     mesh = model.prepare_distribute_model(config)[-1]
     head = model.get_output_embeddings()
     if head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach())  # transformers cannot cut one parameter twice
-    model.maybe_distribute_model(model, DistributedConfig(tp_size=tensor_parallel), mesh)
+    model.maybe_distribute_model(model, DistributedConfig(tp_size=degrees.tensor), mesh)
     model.tie_weights()
     model.config.distributed_config = config
     model.to(device)
@@ -107,7 +107,7 @@ def apply_tensor_parallel(model: Any, tensor_parallel: int, fsdp_config: dict | 
     if isinstance(embedding, DTensor):
         # PyTorch computes the gradient of a cut embedding whole, on each rank. Keep only this rank's part
         embedding.register_hook(lambda gradient: gradient.redistribute(placements=embedding.placements))
-    if shards > 1:
+    if degrees.shards > 1:
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         for unit in (*blocks, model):
             fully_shard(unit, mesh=mesh.get_mesh("fsdp"))

@@ -11,7 +11,7 @@ compare these formulas with rehearsals (benchmarks/rehearse.py) of up to 512 ran
 
 from dataclasses import dataclass
 
-from distributed.strategy import fsdp_strategy
+from distributed.strategy import choose_strategy
 from estimate.model_shape import FP32, Shape, weight_bytes
 from estimate.zero3_gathering import gathered_elements
 from settings.settings import Settings
@@ -70,25 +70,26 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
     n = settings.estimate.gpus
     a = settings.trainer.gradient_accumulation_steps
     c = weight_bytes(settings)
-    tensor_parallel = settings.model.tensor_parallel
+    strategy = choose_strategy(settings, n)
+    degrees = strategy.degrees
     if settings.fsdp_config is not None:
-        shape = shape.padded(settings.fsdp_config["dp_shard_size"])
+        shape = shape.padded(degrees.shards)
     psi = shape.parameters
     t = shape.trainable
     blocks = sum(shape.block_sizes)
-    if tensor_parallel > 1:
-        in_group = Ring(tensor_parallel, 1, a * shape.exchanged)
+    if degrees.tensor > 1:
+        in_group = Ring(degrees.tensor, 1, a * shape.exchanged)
         if settings.fsdp_config is None:
             # The Trainer averages the gradients of parameters that are not cut
             return [in_group, Ring(n, 1, 2 * FP32 * shape.uncut)]
-        return [in_group, Ring(n // tensor_parallel, tensor_parallel, FP32 * (a * (psi + blocks) + psi))]
+        return [in_group, Ring(degrees.shards, degrees.tensor, FP32 * (a * (psi + blocks) + psi))]
     if settings.fsdp_config is not None:
-        f = settings.fsdp_config["dp_shard_size"]
+        f = degrees.shards
         # The backward pass gathers again the units that the forward pass freed: blocks, and an embedding whose weight
         # is not the head's. The root unit stays gathered
         again = blocks + sum(shape.sizes[number] for number in shape.embedding)
-        gathered = psi + again if fsdp_strategy(settings.fsdp_config).regathers else psi
-        replicas = Ring(n // f, f, 2 * c * t / f)  # HYBRID_SHARD all-reduces the shard of the gradients
+        gathered = psi + again if strategy.regathers else psi
+        replicas = Ring(degrees.replicas, f, 2 * c * t / f)  # HYBRID_SHARD all-reduces the shard of the gradients
         return [Ring(f, 1, c * (a * gathered + t)), replicas]  # gradients are reduced once in a step
     if settings.deepspeed_config is None:
         return [Ring(n, 1, 2 * FP32 * t)]

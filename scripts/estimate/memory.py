@@ -8,8 +8,8 @@ from functools import cache
 import psutil
 
 from distributed.ds_config import offloaded
-from distributed.strategy import fsdp_strategy
-from estimate.model_shape import FP32, PASSES, Shape, recomputes_blocks, trace_shape, uses_autocast, weight_bytes
+from distributed.strategy import Strategy, choose_strategy
+from estimate.model_shape import FP32, PASSES, Shape, recomputes_blocks, trace_shape, weight_bytes
 from settings.settings import Settings
 
 K = 3 * FP32  # bytes per parameter of the fp32 master and Adam's two moments; the symbol is the ZeRO paper's
@@ -60,14 +60,15 @@ def estimate_parts(
 def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
     """Estimate parameters, gradients, optimizer state and buffers, and the weights while they are loaded."""
     compute_bytes = weight_bytes(settings)
-    ranks = settings.estimate.gpus // settings.model.tensor_parallel
+    strategy = choose_strategy(settings, settings.estimate.gpus)
+    ranks = strategy.degrees.groups
     accumulates = settings.trainer.gradient_accumulation_steps > 1
     if settings.deepspeed_config is not None:
         return deepspeed_parts(shape, settings.zero, ranks, accumulates, compute_bytes)
     if settings.fsdp_config is not None:
         # With tensor parallelism FSDP gathers fp32 weights, and autocast casts them for each operation
-        gathered_bytes = FP32 if uses_autocast(settings) else compute_bytes
-        return fsdp_parts(shape, settings.fsdp_config, accumulates, gathered_bytes)
+        gathered_bytes = FP32 if strategy.autocasts else compute_bytes
+        return fsdp_parts(shape, settings.fsdp_config, strategy, accumulates, gathered_bytes)
     return unsharded_parts(shape, ranks, accumulates, compute_bytes)
 
 
@@ -278,9 +279,11 @@ def zero_size(zero: dict, key: str, by_model: float, default: float) -> float:
 # frozen parameters have this precision, too, and only trained parameters have gradients and optimizer state.
 
 
-def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
+def fsdp_parts(
+    shape: Shape, config: dict, strategy: Strategy, accumulates: bool, compute_bytes: int
+) -> list[MemoryPart]:
     """Estimate the model state under FSDP. accumulates: whether a step has several backward passes."""
-    f = config["dp_shard_size"]
+    f = strategy.degrees.shards
     on_cpu = config.get("cpu_offload", False)
     padded = shape.padded(f)
     shard = FP32 * padded.trainable / f  # 4 Psi / F
@@ -295,7 +298,7 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
         MemoryPart("parameters", *gpu_and_cpu_bytes(weights, on_cpu), note, from_start=True),
         gradients,
         MemoryPart("optimizer state", *gpu_and_cpu_bytes(2 * shard, on_cpu), "two moments of Adam, fp32 shard"),
-        *fsdp_buffers(padded, config, accumulates, compute_bytes),
+        *fsdp_buffers(padded, config, strategy, accumulates, compute_bytes),
         weights_while_loading(shape.model),
     ]
     if on_cpu:  # FSDP pins the shard of each parameter, and its gradient, as a block of its own
@@ -304,14 +307,16 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
     return parts
 
 
-def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
+def fsdp_buffers(
+    shape: Shape, config: dict, strategy: Strategy, accumulates: bool, compute_bytes: int
+) -> list[MemoryPart]:
     """Estimate gathered parameters and gradients that are being reduced, in the precision of the computation.
 
     Each block is a unit of FSDP, and so is an embedding that does not share its weight with the head. The rest is the
     root unit, which stays gathered in both passes.
     """
     psi = shape.parameters
-    f = config["dp_shard_size"]
+    f = strategy.degrees.shards
     on_cpu = config.get("cpu_offload", False)
     block = max(shape.block_sizes, default=0)
     embedding = sum(shape.sizes[number] for number in shape.embedding)
@@ -321,14 +326,14 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
         block, embedding, root = 0, 0, psi
     # In the interval "blocks", one block is in use while the next block is prefetched
     gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
-    if not fsdp_strategy(config).regathers:
+    if not strategy.regathers:
         gathered = dict.fromkeys(PASSES, psi)
     # The gradients of a block, and their copy for the reduce-scatter. If embedding and head share a weight, the sum of
     # their gradients needs more memory than the reduce-scatter, and pass_parts counts it
     trained = max((shape.trainable_elements(block) for block in shape.blocks), default=0) if block else 0
     reduced = {"loss": 0, "blocks": 2 * trained, "embedding": shape.trainable_elements(shape.embedding)}
     # HYBRID_SHARD averages gradient shards over the replicas, and keeps these shards until the backward pass ends
-    averaged = shape.trainable / f if config.get("dp_replicate_size", 1) > 1 and not accumulates else 0
+    averaged = shape.trainable / f if strategy.degrees.replicas > 1 and not accumulates else 0
     parts = []
     for interval in PASSES:
         size = gathered[interval] + reduced[interval] + (averaged if interval != "loss" else 0)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
+from distributed.strategy import choose_strategy
 from distributed.tensor_parallel import BY_INPUTS, BY_OUTPUTS, check_tensor_parallel_model, cut_parameters
 from settings.settings import Precision, Settings
 from shared.errors import WorkshopError
@@ -175,7 +176,7 @@ def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardP
         batch=settings.trainer.per_device_train_batch_size,
         length=settings.data.max_length,
         precision=settings.precision,
-        autocast=uses_autocast(settings) and settings.precision != "fp32",
+        autocast=choose_strategy(settings, settings.estimate.gpus).autocasts and settings.precision != "fp32",
         recomputes=recomputes_blocks(settings),
         attention=settings.model.attention,
         loss=settings.model.loss,
@@ -199,16 +200,6 @@ def tracing_errors(settings: Settings) -> Iterator[None]:
         raise WorkshopError(
             "--model_name", what, "measure its memory with a run of a few steps: --max_steps 3"
         ) from error
-
-
-def uses_autocast(settings: Settings) -> bool:
-    """Return whether autocast casts fp32 weights for each operation (Trainer, DDP, tensor parallelism).
-
-    DeepSpeed keeps weights in the precision of the computation, and FSDP casts weights when it gathers them.
-    """
-    if settings.model.tensor_parallel > 1:
-        return True
-    return settings.deepspeed_config is None and settings.fsdp_config is None
 
 
 def recomputes_blocks(settings: Settings) -> bool:

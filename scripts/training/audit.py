@@ -28,8 +28,8 @@ from distributed.strategy import (
     PLAIN,
     TENSOR_PARALLEL,
     TENSOR_PARALLEL_FSDP2,
-    WEIGHTS,
     ZERO,
+    Degrees,
     Strategy,
     choose_strategy,
 )
@@ -111,7 +111,8 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     gradients, before the model was wrapped.
     """
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    requested = choose_strategy(settings)
+    requested = choose_strategy(settings, world_size())
+    degrees = requested.degrees
     strategy = effective_strategy(trainer, engine)
     lora_rank = settings.model.lora_rank
     trained = count_adapter_elements(trainer.model, lora_rank) if lora_rank else parameters
@@ -135,11 +136,11 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     ]
     if engine is not None:
         knobs += offload_knobs(engine, settings.zero)
-    if settings.fsdp_config is not None and WEIGHTS in strategy.shards and settings.model.tensor_parallel == 1:
-        knobs += fsdp_knobs(trainer, settings.fsdp_config)
-    if settings.model.tensor_parallel > 1:
-        knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)
-    knobs += batch_knobs(trainer, engine, settings)
+    if settings.fsdp_config is not None and strategy.shards_weights and degrees.tensor == 1:
+        knobs += fsdp_knobs(trainer, settings.fsdp_config, degrees)
+    if degrees.tensor > 1:
+        knobs += tensor_parallel_knobs(trainer, degrees)
+    knobs += batch_knobs(trainer, engine, settings, degrees)
     attention = attention_name(trainer.model)
     checkpointing = bool(settings.trainer.activation_checkpointing)
     knobs += [
@@ -160,16 +161,15 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     return knobs + [AuditedKnob(name, value, value) for name, value in facts.items()]
 
 
-def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKnob]:
+def batch_knobs(trainer: Any, engine: Any, settings: Settings, degrees: Degrees) -> list[AuditedKnob]:
     micro = settings.trainer.per_device_train_batch_size
     accumulation = settings.trainer.gradient_accumulation_steps
     live_micro, live_accumulation, live_groups = effective_batch(trainer, engine)
-    tensor_parallel = settings.model.tensor_parallel
-    batch = micro * accumulation * world_size() // tensor_parallel
+    batch = micro * accumulation * degrees.groups
     live_batch = live_micro * live_accumulation * live_groups
     asked = settings.requested_accumulation or accumulation
     changed = "" if asked == accumulation else f"keeps the global batch of the checkpoint on {world_size()} rank(s)"
-    note = "micro batch x accumulation x " + ("world size" if tensor_parallel == 1 else "tensor groups")
+    note = "micro batch x accumulation x " + ("world size" if degrees.tensor == 1 else "tensor groups")
     return [
         AuditedKnob("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
         AuditedKnob("micro batch", micro, live_micro, "sequences per rank and step"),
@@ -222,7 +222,7 @@ def can_pin() -> bool:
     return torch.cuda.is_available()
 
 
-def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
+def fsdp_knobs(trainer: Trainer, config: dict, degrees: Degrees) -> list[AuditedKnob]:
     """Compare units, shards, offload and checkpointing with the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
@@ -230,11 +230,11 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
     units = len(inspect_fsdp.sharded_blocks(model, names))
     checkpointed = blocks if config.get("activation_checkpointing") else 0
     others = ", ".join(inspect_fsdp.other_units(model, names))
-    mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
+    mesh = f"{degrees.replicas} x {degrees.shards}"
     file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
         AuditedKnob("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
-        share_knob(model, 1 / config["dp_shard_size"]),
+        share_knob(model, 1 / degrees.shards),
         AuditedKnob("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
         AuditedKnob("CPU offload", config.get("cpu_offload", False), inspect_fsdp.shard_is_on_cpu(model)),
         AuditedKnob(
@@ -244,9 +244,9 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
     ]
 
 
-def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKnob]:
+def tensor_parallel_knobs(trainer: Any, degrees: Degrees) -> list[AuditedKnob]:
     """Compare the tensor groups, the cut matrices, and the part of all parameters that this rank holds."""
-    shards = world_size() // tensor_parallel
+    shards = degrees.shards
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
     parameters = dict(trainer.model.named_parameters())
     names = cut_parameters(trainer.model)
@@ -255,12 +255,12 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKno
     ]
     example = max(names, key=lambda name: parameters[name].numel())
     shapes = f"{tuple(inspect_fsdp.local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
-    expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
+    expected = sum(p.numel() / (degrees.tensor if name in names else 1) for name, p in parameters.items())
     expected /= shards * sum(p.numel() for p in parameters.values())
     return [
         AuditedKnob(
             "mesh",
-            f"{shards} x {tensor_parallel}",
+            f"{shards} x {degrees.tensor}",
             f"{mesh.get('fsdp', 1)} x {mesh['tp']}",
             "shards x ranks of a tensor group",
         ),

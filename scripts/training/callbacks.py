@@ -32,7 +32,7 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
     and save.
     """
     stopping = [StopCallback(run.stop, trainer)]
-    if run.settings.model.tensor_parallel > 1:
+    if not run.strategy.saves_checkpoints:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
         stopping = []
     callbacks = [

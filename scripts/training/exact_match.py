@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from data_loader import answer_limit, decode, shorten, tokenise_answers
 from distributed import watchdog
 from distributed.collectives import gather_lists, print_once, rank, world_size
+from distributed.strategy import PLAIN, Strategy
 
 # Reasons why the scores of a question are not fair
 CHANGED = "the right answer cannot score 100, because the tokenizer or --max_length changes it"
@@ -27,16 +28,14 @@ class Generation:
 
     batch_size: number of questions that a rank answers at the same time. max_length: tokens of the longest training
     sequence. device: the device on which the model computes. (The model's own `device` can differ, because FSDP's CPU
-    offload moves the weights to the CPU between forward passes.) sharded: True if the ranks hold shards of the model,
-    so that all ranks must call its forward pass equally often. tensor_parallel: number of neighbouring ranks that
-    compute together and answer the same questions.
+    offload moves the weights to the CPU between forward passes.) strategy: how the ranks divide the model. By
+    default each rank has the whole model.
     """
 
     batch_size: int
     max_length: int
     device: torch.device
-    sharded: bool = False
-    tensor_parallel: int = 1
+    strategy: Strategy = PLAIN
 
 
 def exact_match_and_f1(
@@ -122,8 +121,9 @@ def answer_questions(
     # Batches of similar length need little padding. The longest batches need the most memory, so they come first
     by_length = sorted(range(len(questions)), key=questions["prompt_length"][:].__getitem__, reverse=True)
     # All groups get equally many questions: with sharded weights, other ranks would wait for a rank without a batch
-    groups = world_size() // generation.tensor_parallel
-    own_group = rank() // generation.tensor_parallel
+    tensor = generation.strategy.degrees.tensor  # number of neighbouring ranks that answer the same questions
+    groups = world_size() // tensor
+    own_group = rank() // tensor
     numbers = [*by_length, *by_length[-1:] * (-len(questions) % groups)][own_group::groups]
     answers: dict[int, str] = {}
     model.eval()
@@ -138,7 +138,7 @@ def answer_questions(
             generated = model.generate(
                 **padded,
                 generation_config=greedy,
-                synced_gpus=generation.sharded and world_size() > 1,
+                synced_gpus=generation.strategy.shards_weights and world_size() > 1,
             )
         new_tokens = generated[:, padded["input_ids"].shape[1] :]
         answers.update(zip(batch, (decode(row, tokenizer) for row in new_tokens), strict=True))

@@ -16,7 +16,7 @@ from distributed.collectives import broadcast_from_rank_0, local_world_size, pri
 from distributed.config_file import read_config_file, start_process_group
 from distributed.fsdp_config import shard_on_cpu
 from distributed.process_group import leave_process_group, prepare_environment
-from distributed.strategy import WEIGHTS, Strategy, choose_strategy
+from distributed.strategy import Strategy, choose_strategy
 from distributed.tensor_parallel import check_saving_flags
 from model import build_meta_model
 from models.lora import add_adapters
@@ -160,14 +160,9 @@ class Run(Start):
     def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that the model can be saved, prepare accelerate for sharding, and start to count energy."""
         check_saving(model, tokenizer)
-        if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
+        if self.settings.trainer.fsdp or self.strategy.degrees.tensor > 1:
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         self.energy.start()  # it counts the joules of the GPUs from here to the end of the run
-
-    @property
-    def shards_weights(self) -> bool:
-        """True if each rank holds only a part of the weights, so that all ranks must compute together."""
-        return WEIGHTS in self.strategy.shards
 
     def end_training(self, trainer: WorkshopTrainer) -> None:
         """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective."""
@@ -195,6 +190,8 @@ def start_run(description: str) -> Start:
     print_once("\n".join(settings.knob_lines()))  # each knob with its source: a flag, the site, config.py, ...
     settings = read_config_file(settings, world_size(), local_world_size())
     check_saving_flags(settings)
+    strategy = choose_strategy(settings, world_size())
+    print_once(strategy.line)
     # From here on, a rank that hangs for --ddp_timeout seconds ends the run, and the log names this rank. PyTorch's own
     # time-outs, which do not name the rank, come later
     args = start_process_group(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
@@ -220,7 +217,7 @@ def start_run(description: str) -> Start:
         args=args,
         job_id=job_id,
         output_dir=output_dir,
-        strategy=choose_strategy(settings),
+        strategy=strategy,
         stop=stop,
         record=record,
         checkpoint=checkpoint,

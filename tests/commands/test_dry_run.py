@@ -141,6 +141,7 @@ def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
     assert knobs_from(lines, "submission") == {"BATCH_SIZE=2"}
     assert {"MODEL_NAME=tiny-bloom", "TRAIN_SIZE=128"} <= knobs_from(lines, "site")
     assert knobs_from(lines, "experiment") == {"SAMPLES_PER_GPU=16", "EM_F1=False", "SAVE_STRATEGY=no"}
+    assert "strategy: DeepSpeed ZeRO-2 on 2 ranks = 2 shards" in lines
     assert "NUM_EPOCHS=3" in knobs_from(lines, "default") and "OUTPUT_DIR" in knobs_from(lines, "unset")
     assert any(line.startswith("one GPU: ") and line.endswith("16 GiB there: fits") for line in lines)
     assert any(line.startswith("one node: ") and line.endswith(f"{MEMORY:.0f} GiB there: fits") for line in lines)

@@ -195,6 +195,23 @@ def test_fsdp_runs_with_the_requested_strategy_units_and_shards(run: Finished):
     assert "and BloomForCausalLM, Embedding, LayerNorm, Linear\n" in run.log
 
 
+DEGREES = {
+    "plain": "plain on 1 rank",
+    "ddp": "DDP on 2 ranks = 2 replicas",
+    "zero0": "DeepSpeed ZeRO-0 on 2 ranks = 2 replicas",
+    TORCHRUN: "DeepSpeed ZeRO-2 on 2 ranks = 2 shards",
+    "shard_grad_op": "FSDP2 SHARD_GRAD_OP on 2 ranks = 2 shards",
+    "hybrid_shard_2x2": "FSDP2 HYBRID_SHARD on 4 ranks = 2 replicas x 2 shards",
+    "tp2": "TP on 2 ranks = 2 ranks per tensor group",
+    "tp2_fsdp2": "TP x FSDP2 on 4 ranks = 2 shards x 2 ranks per tensor group",
+}
+
+
+@uses(*DEGREES)
+def test_the_first_lines_say_how_the_strategy_divides_the_ranks(run: Finished):
+    assert f"\nstrategy: {DEGREES[run.job_id]}\n" in run.log.partition("\nknob ")[0], run
+
+
 @uses("plain", "ddp", TORCHRUN)
 def test_audit_shows_batch_and_steps(run: Finished):
     expected = {

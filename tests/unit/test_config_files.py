@@ -15,10 +15,11 @@ import train
 from distributed.config_file import read_config_file
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_wrap_classes
-from distributed.strategy import fsdp_strategy
+from distributed.strategy import choose_strategy
 from helpers import REPOSITORY
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from settings.command_line import parse_command_line
+from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.json_files import flatten_keys
 
@@ -232,9 +233,9 @@ def test_fsdp_files_differ_from_full_shard_in_one_setting(path):
     assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
 
 
-def checked_fsdp_config(path: object, ranks: int = 4, ranks_per_node: int = 1) -> dict:
+def with_fsdp_file(path: object, ranks: int = 4, ranks_per_node: int = 1) -> Settings:
     flags = ["--fsdp", "--fsdp_config", str(path)]
-    return read_config_file(parse_command_line("", flags, environment={}), ranks, ranks_per_node).fsdp_config
+    return read_config_file(parse_command_line("", flags, environment={}), ranks, ranks_per_node)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def checked_fsdp_config(path: object, ranks: int = 4, ranks_per_node: int = 1) -
 )
 def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, content, message):
     path = written(content)
-    error = refusal(checked_fsdp_config, path)
+    error = refusal(with_fsdp_file, path)
     assert error.startswith(f"error: {path}")
     assert message in error
 
@@ -263,16 +264,22 @@ def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, content, messag
 @pytest.mark.parametrize("program", [train, estimate_memory], ids=["train", "estimate"])
 def test_an_old_fsdp_string_is_refused_with_its_replacement(program, refusal, main_of, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())  # train.py sets variables
-    line = refusal(main_of, program, "--fsdp", "full_shard")
-    remedy = "use --fsdp --fsdp_config with a file of fsdp_configs/"
-    assert line == f"error: --fsdp: 'full_shard' is a deprecated form; {remedy}"
+    refused = "error: --fsdp: 'full_shard' is a deprecated form; use --fsdp --fsdp_config with a file of fsdp_configs/"
+    assert refusal(main_of, program, "--fsdp", "full_shard") == refused
 
 
-@pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (1, 1, 1, 1)])
-def test_auto_means_ranks_per_node_and_nodes(world, per_node, shard, replicate):
-    found = checked_fsdp_config(REPOSITORY / "fsdp_configs" / "hybrid_shard.json", world, per_node)
-    assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
-    assert fsdp_strategy(found).name == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "line"),
+    [
+        (8, 4, "FSDP2 HYBRID_SHARD on 8 ranks = 2 replicas x 4 shards"),
+        (4, 4, "FSDP2 FULL_SHARD on 4 ranks = 4 shards"),
+        (1, 1, "FSDP2 FULL_SHARD on 1 rank"),
+    ],
+)
+def test_auto_means_ranks_per_node_and_nodes(ranks, per_node, line, refusal):
+    settings = with_fsdp_file(REPOSITORY / "fsdp_configs" / "hybrid_shard.json", ranks, per_node)
+    assert choose_strategy(settings, ranks).line == f"strategy: {line}"
+    assert f"not {ranks + 1}; start {ranks}" in refusal(choose_strategy, settings, ranks + 1)
 
 
 def test_an_unknown_class_to_wrap_lists_the_classes_of_the_model(refusal):
