@@ -14,8 +14,8 @@ from typing import Any
 
 from checks.machine import Lines, last_line, run_command
 from config import KNOBS
+from job.directives import too_large
 from job.end_of_job import queued_jobs
-from shared.errors import whole_number
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
@@ -44,14 +44,9 @@ def dry_runs(caller: dict[str, str]) -> Lines:
 
 def large_jobs() -> Lines:
     """Name the experiments that submit.sh leaves out at this site, because they need more GPUs per node."""
-    limit = whole_number("GPUS_PER_NODE", "0")  # 0: the site does not say it
-    large = []
-    for script in sorted(EXPERIMENTS.rglob("*.slurm")) if limit else []:
-        gpus = re.search(r"^#SBATCH +--gpus-per-node=(?:.*:)?(\d+)", script.read_text(), re.MULTILINE)
-        if gpus and int(gpus[1]) > limit:
-            large.append(script.parent.relative_to(EXPERIMENTS).as_posix())
-    if large:
-        yield "ok", "GPUs per node", f"{limit}, so submit.sh leaves out {', '.join(large)}"
+    if large := too_large(sorted(EXPERIMENTS.rglob("*.slurm"))):
+        names = ", ".join(script.parent.relative_to(EXPERIMENTS).as_posix() for script in large)
+        yield "ok", "GPUs per node", f"{os.environ['GPUS_PER_NODE']}, so submit.sh leaves out {names}"
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
