@@ -16,6 +16,7 @@ from checks.machine import Lines, last_line, run_command
 from config import KNOBS
 from job.directives import too_large
 from job.end_of_job import queued_jobs
+from job.variables import OF_A_JOB, OF_A_RANK
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
@@ -75,9 +76,7 @@ def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict[str, str]:
 
 def drop_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Drop the caller's knobs, launcher and job from `variables`, and set the data set cache to `folder`."""
-    dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
-    dropped |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
-    dropped |= {"ATTEMPT", "EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    dropped = {knob.variable for knob in KNOBS} | OF_A_JOB.keys() | OF_A_RANK.keys()
     kept = {k: v for k, v in variables.items() if k not in dropped and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
     return kept | {"HF_DATASETS_CACHE": str(folder / "datasets")}
 
