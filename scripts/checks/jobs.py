@@ -14,7 +14,6 @@ from typing import Any
 
 from checks.machine import Lines, last_line, run_command
 from config import KNOBS
-from job.directives import too_large
 from job.end_of_job import queued_jobs
 from job.variables import OF_A_JOB, OF_A_RANK
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
@@ -41,13 +40,6 @@ def dry_runs(caller: dict[str, str]) -> Lines:
             yield "fail", "experiments", f"{job}: {last_line(output)}"
             return
     yield "ok", "experiments", f"{', '.join(JOBS)} would run"
-
-
-def large_jobs() -> Lines:
-    """Name the experiments that submit.sh leaves out at this site, because they need more GPUs per node."""
-    if large := too_large(sorted(EXPERIMENTS.rglob("*.slurm"))):
-        names = ", ".join(script.parent.relative_to(EXPERIMENTS).as_posix() for script in large)
-        yield "ok", "GPUs per node", f"{os.environ['GPUS_PER_NODE']}, so submit.sh leaves out {names}"
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:

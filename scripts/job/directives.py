@@ -1,4 +1,4 @@
-"""Options on the #SBATCH lines of a .slurm file. Jobs, submit.sh, preflight.py, the pages and the tests read them here.
+"""Options on the #SBATCH lines of a .slurm file. Jobs, submit.sh, the pages and the tests read them here.
 
     cd scripts && GPUS_PER_NODE=4 python -m job.directives X.slurm Y.slurm
 
@@ -7,7 +7,6 @@ prints those of these scripts that need more GPUs per node than the site has. su
 
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from shared.errors import run_program, whole_number
@@ -17,7 +16,10 @@ LONG_NAMES = {"N": "nodes", "G": "gpus", "J": "job-name"}
 
 
 def main() -> None:
-    print(*too_large(map(Path, sys.argv[1:])), sep="\n")
+    limit = whole_number("GPUS_PER_NODE")
+    for script in map(Path, sys.argv[1:]):
+        if gpus_per_node(read_directives(script)) > limit:
+            print(script)
 
 
 def read_directives(script: Path) -> dict[str, str]:
@@ -37,12 +39,6 @@ def gpus_per_node(asked: dict[str, str]) -> int:
     gres = re.search(r"\bgpu:([^,]+)", asked.get("gres", ""))
     in_all = parse_count(asked.get("gpus", "")) // parse_count(asked.get("nodes", ""))
     return max(1, parse_count(asked.get("gpus-per-node") or (gres[1] if gres else str(in_all))))
-
-
-def too_large(scripts: Iterable[Path]) -> list[Path]:
-    """Return the scripts that need more GPUs per node than the site has. Without GPUS_PER_NODE, return none."""
-    limit = whole_number("GPUS_PER_NODE", "0")
-    return [script for script in scripts if 0 < limit < gpus_per_node(read_directives(script))]
 
 
 if __name__ == "__main__":

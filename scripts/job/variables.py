@@ -58,7 +58,7 @@ VARIABLES = {
     " -> gpu_check.py run_job.py job/on_node.py shared/before_imports.py CUDA",
     "DRY_RUN": "user submit.sh checks/jobs.py -> run_job.py",
     "GLOO_SOCKET_IFNAME": "user launch.py job/on_node.py -> measure_bandwidth.py job/on_node.py gloo",
-    "GPUS_PER_NODE": "user submit.sh -> submit.sh run_job.py checks/jobs.py job/directives.py",
+    "GPUS_PER_NODE": "user submit.sh -> submit.sh run_job.py job/directives.py",
     "GPU_MEMORY": "user -> run_job.py",
     "HF_DATASETS_CACHE": "user checks/jobs.py -> datasets",
     "HF_ENDPOINT": "user -> shared/before_imports.py shared/hub.py huggingface_hub",

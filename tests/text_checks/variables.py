@@ -14,17 +14,16 @@ ENVIRONMENT = r"\b(?:environ|env|environment|variables|caller)"
 SETS = rf"{ENVIRONMENT}(?:\.setdefault\(|\.pop\(|\[){NAME}(?:[,)]|\] = )|{NAME}: "
 READS = rf"{ENVIRONMENT}(?:\.get\(|\[| = \[){NAME}(?!\] = )|whole_number\({NAME}|{NAME} (?:not )?in [\w.]*{ENVIRONMENT}"
 SHELL_SETS = r"""(?m)^ *#.*|(?:^|[ {"])([A-Z_]+)[+:]?=(?!['(])"""  # without arrays and IFS
-KNOB_NAMES = {knob.variable for knob in KNOBS}
-OTHER_TABLES = {SCRIPTS / "job/variables.py", SCRIPTS / "settings/hints.py"}
 
 
 def names(pattern: str, text: str) -> set[str]:
-    return {name for found in re.finditer(pattern, text) for name in found.groups() if name} - KNOB_NAMES
+    found = {name for match in re.finditer(pattern, text) for name in match.groups() if name}
+    return found - {knob.variable for knob in KNOBS}
 
 
 def findings() -> Iterator[str]:
     found = set()
-    for path in TREES.keys() - OTHER_TABLES:
+    for path in TREES.keys() - {SCRIPTS / "job/variables.py", SCRIPTS / "settings/hints.py"}:
         file, code = path.relative_to(SCRIPTS), ast.unparse(TREES[path])
         found |= {f"{file} sets {name}" for name in names(SETS, code)}
         found |= {f"{file} reads {name}" for name in names(READS, code)}
