@@ -25,6 +25,7 @@ from types import ModuleType
 import yaml
 
 from config import CUSTOM_SIZES, KNOBS, TRAINER_KNOBS, DataArguments, ModelArguments
+from job.directives import gpus_per_node, parse_count, read_directives
 from reporting.definitions import table_definition
 from reporting.metrics import column_header
 from shared.units import GB, GIB
@@ -79,11 +80,6 @@ def minutes(page: str) -> int:
     return 5 * math.ceil(((int(stated[1]) if stated else 0) + reading) / 5)
 
 
-def directive(script: Path, name: str, default: str = "1") -> str:
-    found = re.search(rf"^#SBATCH --{name}=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else default
-
-
 def folder(script: Path) -> str:
     return str(script.parent.relative_to(EXPERIMENTS))
 
@@ -103,14 +99,15 @@ def section_of(name: str) -> str:
 
 
 def gpus(name: str) -> int:
-    return int(directive(scripts()[name], "nodes")) * int(directive(scripts()[name], "gpus-per-node"))
+    asked = read_directives(scripts()[name])
+    return parse_count(asked["nodes"]) * gpus_per_node(asked)
 
 
 def gpu_hours(names: Iterable[str]) -> float:
     """Return the GPU-hours that one run of each experiment takes at most: GPUs times time limit."""
     total = 0.0
     for name in names:
-        hours, limit_minutes, _ = map(int, directive(scripts()[name], "time", "0:0:0").split(":"))
+        hours, limit_minutes, _ = map(int, read_directives(scripts()[name])["time"].split(":"))
         total += gpus(name) * (hours + limit_minutes / 60)
     return total
 
@@ -143,13 +140,14 @@ def index(*families: str) -> None:
         comment, _, _ = script.read_text(encoding="utf-8").partition("#     ")  # without the command
         about = re.findall(r".+?\.(?= |$)|.+", " ".join(re.findall(r"^# (.*)", comment, re.MULTILINE)))[0]
         config = config_of(name)
+        asked = read_directives(script)
         if needs_a_gpu(config):
             about += " It needs a GPU."
         rows.append(
             [
                 f"`experiments/submit.sh {name}`",
                 about,
-                f"{directive(script, 'nodes')} x {directive(script, 'gpus-per-node')}",
+                f"{asked['nodes']} x {gpus_per_node(asked)}",
                 f"`{config.name}`" if config else "-",
                 f"[{title(page)[0]}](../docs/{page}.md)" if page else "-",
             ]

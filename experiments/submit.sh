@@ -30,20 +30,17 @@ snapshot() { # copy everything that a job reads, and print the folder of the cop
 }
 
 leave_out_large_jobs() { # remove the scripts from `scripts` that need more GPUs per node than the site has
-  local script gpus fitting=() large=()
-  for script in "${scripts[@]}"; do
-    gpus=$(sed -nE 's/^#SBATCH +--gpus-per-node=(.*:)?([0-9]+).*/\2/p' "$script")
-    if ((${gpus:-0} <= ${GPUS_PER_NODE:-${gpus:-0}})); then
-      fitting+=("$script")
-    else
-      script=${script#"$EXPERIMENTS_FOLDER"/}
-      large+=("${script%/*}")
-    fi
-  done
-  scripts=("${fitting[@]}")
-  [[ ${#large[@]} -gt 0 ]] || return 0
+  local found large
+  [[ -n ${GPUS_PER_NODE:-} ]] || return 0
+  found=$(
+    set -a && export GPUS_PER_NODE
+    job_load_site >&2 && cd "$ROOT/scripts" && python -m job.directives "${scripts[@]}"
+  ) || exit
+  [[ -n $found ]] || return 0
+  mapfile -t scripts < <(printf '%s\n' "${scripts[@]}" | grep -vxF "$found")
   [[ ${#scripts[@]} -gt 0 ]] || job_fail "$target" "it needs more GPUs per node than GPUS_PER_NODE=$GPUS_PER_NODE of the site $SITE" "choose a smaller experiment"
-  printf 'left out: GPUS_PER_NODE=%s of the site %s is too small for %s\n' "$GPUS_PER_NODE" "$SITE" "${large[*]}" >&2
+  mapfile -t large <<<"${found//"$EXPERIMENTS_FOLDER"\//}"
+  printf 'left out: GPUS_PER_NODE=%s of the site %s is too small for %s\n' "$GPUS_PER_NODE" "$SITE" "${large[*]%/*}" >&2
 }
 
 ask_slurm() { # NAME: fail if the script can never run, and warn if it cannot run now. Put Slurm's answer into `answer`

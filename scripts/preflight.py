@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checks.jobs import KEPT, dry_runs, large_jobs, slurm_jobs, tiny_jobs
+from checks.jobs import KEPT, dry_runs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, cache, gpus, interfaces, load_site, packages, partition
 from job.on_node import handle_signals
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
@@ -49,7 +49,6 @@ def main() -> None:
             dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
             checks = {"packages": packages(), "GPUs": gpus(), "interfaces": interfaces()}
             checks |= {"partition": partition(), "cache": cache(models, dataset), "experiments": dry_runs(caller)}
-            checks["GPUs per node"] = large_jobs()
             if not arguments.quick:
                 checks["tiny jobs"] = tiny_jobs(folder, arguments.timeout)
             if arguments.submit:

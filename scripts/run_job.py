@@ -24,6 +24,7 @@ from pathlib import Path
 
 from distributed.rendezvous import free_port, node_name
 from job import on_node
+from job.directives import gpus_per_node, parse_count, read_directives
 from job.end_of_job import End, ask_slurm, begin_attempt, end_attempt, note_attempt, sweep
 from records.schema import Attempt, Record, check_job_id, read_record
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, report, run_program, survive_lost_output, whole_number
@@ -85,33 +86,26 @@ class Job:
         self.slurm_id = os.environ.get("SLURM_JOB_ID")
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.script = Path(os.environ["JOB_SCRIPT"])
-        self.text = self.script.read_text(errors="replace") if self.script.is_file() else ""
+        self.asked = read_directives(self.script) if self.script.is_file() else {}
         self.dry_run = os.environ.get("DRY_RUN", "0") not in ("", "0")  # true also means 1
         self.kind = kind
         # Slurm runs a copy of the script, but bash runs the script itself in a shell of salloc
         self.by_sbatch = self.slurm_id is not None and self.script.suffix != ".slurm"
-        self.asked_nodes = int(self.directive("--nodes[= ]|-N *", r"(?:\d+-)?(\d+)"))
+        self.asked_nodes = parse_count(self.asked.get("nodes", ""))
         self.all_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or self.asked_nodes)
         one = kind == "python" or (self.asked_nodes == 1 and not self.by_sbatch)
         self.nodes = 1 if one else self.all_nodes
-        number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
-        in_all = max(1, int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes)
-        self.asked_gpus = int(self.directive(r"--gpus-per-node[= ]|--gres[= ](?:\S+,)?gpu:", number, str(in_all)))
+        self.asked_gpus = gpus_per_node(self.asked)
         self.in_slurm = ask_slurm("scontrol", "show", "job", self.slurm_id) if self.slurm_id else ""
         requested = os.environ.get("SLURM_GPUS_PER_NODE", "0")
         # In a job with whole nodes (--exclusive), GPUs that nobody requested are allocated, too
         whole_nodes = "OverSubscribe=NO" in self.in_slurm
         allocated = requested if whole_nodes else os.environ.get("SLURM_GPUS_ON_NODE") or requested
-        self.gpus = int(allocated.split(":")[-1]) or self.asked_gpus
+        self.gpus = parse_count(allocated) or self.asked_gpus
         # If ranks may share a GPU, fewer GPUs than in the script do not change its number of ranks
         self.ranks_per_gpu = max(1, whole_number("RANKS_PER_GPU", "1"))
         self.ranks = max(self.gpus, min(self.asked_gpus, self.gpus * self.ranks_per_gpu))
         self.record = Path("results", f"{self.id}.json")
-
-    def directive(self, option: str, value: str, default: str = "1") -> str:
-        """Return the value of an #SBATCH line. option, value: regular expressions, value with one group."""
-        found = re.search(rf"^#SBATCH +(?:{option}){value}", self.text, re.MULTILINE)
-        return found[1] if found else default
 
     def overrides(self) -> list[str]:
         """Return the differences between the allocation and the directives of the .slurm file."""
@@ -165,7 +159,7 @@ def check_allocation(job: Job, words: list[str]) -> None:
         what = f"it must run on {first}, the first node of job {job.slurm_id}, and this shell is on {node_name()}"
         remedy = "open a shell there (srun --overlap --nodes=1 --ntasks=1 --pty bash), or submit it with sbatch"
         raise WorkshopError(job.script.name, what, remedy, ENVIRONMENT)
-    total = int(os.environ.get("SLURM_GPUS", "").split(":")[-1] or 0)
+    total = parse_count(os.environ.get("SLURM_GPUS") or "0")
     if total and job.nodes > 1 and total != job.nodes * job.gpus:
         what = f"{total} GPUs on {job.nodes} nodes, of which this node has {job.gpus}"
         raise WorkshopError("--gpus", what, "give each node the same number, with --gpus-per-node")
@@ -226,7 +220,7 @@ def begin(job: Job) -> None:
 
 def keep_log(job: Job) -> None:
     """Also write the output into the log, as Slurm does, and continue when the terminal is closed."""
-    name = job.directive("--job-name[= ]", r"(\S+)")
+    name = job.asked.get("job-name", job.script.name)
     for stream in (1, 2):
         tee = subprocess.Popen(
             ["tee", "-p", "-a", f"log/{name}_{job.id}.out"],
@@ -355,7 +349,7 @@ def show(job: Job, words: list[str]) -> int:
         print(shlex.join([*["srun", f"--nodes={job.nodes}", f"--ntasks-per-node={tasks}"][: 3 * bool(tasks)], *task]))
     if words[0] != str(SCRIPTS / "train.py"):
         return 0
-    gib = os.environ.get("SBATCH_MEM_PER_NODE") or job.directive("--mem[= ]", r"(\S+)", default="")
+    gib = os.environ.get("SBATCH_MEM_PER_NODE") or job.asked.get("mem", "")
     if os.environ["SITE"] == "laptop":
         gib = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}G"
     available = ["--cpu_memory", gib[:-1]] if gib.endswith("G") else []

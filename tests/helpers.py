@@ -208,11 +208,6 @@ def directives(nodes: int, gpus: int) -> str:
     return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --gpus-per-node={gpus}\n"
 
 
-def read_directives(script: Path) -> dict[str, str]:
-    """Read the #SBATCH options of an experiment's script."""
-    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
-
-
 def program(path: str) -> ModuleType:
     """Load a program outside of scripts/ as a module that can import the modules in its own folder."""
     sys.path.append(str((REPOSITORY / path).parent))

@@ -26,6 +26,7 @@ from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, ORDER_TO_TRY, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape
+from job.directives import gpus_per_node, parse_count, read_directives
 from models.chunked_loss import GPU_PIECES, chunk_bytes
 from settings.settings import Settings
 from shared.errors import WorkshopError
@@ -291,14 +292,10 @@ def experiment_scripts(config: str) -> list[tuple[int, int, Path]]:
     )
     for family in families:
         for script in sorted((REPOSITORY / "experiments").glob(f"{family}/**/*.slurm")):
-            text = script.read_text()
-            named = re.search(r"(?:ds|fsdp)_configs/[\w.]+", text)
+            named = re.search(r"(?:ds|fsdp)_configs/[\w.]+", script.read_text())
             if (named[0] if named else "") == config:
-                nodes, per_node = (
-                    int(re.search(rf"^#SBATCH --{what}=(\d+)", text, re.MULTILINE)[1])
-                    for what in ("nodes", "gpus-per-node")
-                )
-                found.append((nodes, per_node, script))
+                asked = read_directives(script)
+                found.append((parse_count(asked["nodes"]), gpus_per_node(asked), script))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from checks.machine import Lines, last_line, run_command
 from config import KNOBS
 from job.end_of_job import queued_jobs
-from shared.errors import whole_number
+from job.variables import OF_A_JOB, OF_A_RANK
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
@@ -40,18 +40,6 @@ def dry_runs(caller: dict[str, str]) -> Lines:
             yield "fail", "experiments", f"{job}: {last_line(output)}"
             return
     yield "ok", "experiments", f"{', '.join(JOBS)} would run"
-
-
-def large_jobs() -> Lines:
-    """Name the experiments that submit.sh leaves out at this site, because they need more GPUs per node."""
-    limit = whole_number("GPUS_PER_NODE", "0")  # 0: the site does not say it
-    large = []
-    for script in sorted(EXPERIMENTS.rglob("*.slurm")) if limit else []:
-        gpus = re.search(r"^#SBATCH +--gpus-per-node=(?:.*:)?(\d+)", script.read_text(), re.MULTILINE)
-        if gpus and int(gpus[1]) > limit:
-            large.append(script.parent.relative_to(EXPERIMENTS).as_posix())
-    if large:
-        yield "ok", "GPUs per node", f"{limit}, so submit.sh leaves out {', '.join(large)}"
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
@@ -80,9 +68,7 @@ def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict[str, str]:
 
 def drop_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Drop the caller's knobs, launcher and job from `variables`, and set the data set cache to `folder`."""
-    dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
-    dropped |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
-    dropped |= {"ATTEMPT", "EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    dropped = {knob.variable for knob in KNOBS} | OF_A_JOB.keys() | OF_A_RANK.keys()
     kept = {k: v for k, v in variables.items() if k not in dropped and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
     return kept | {"HF_DATASETS_CACHE": str(folder / "datasets")}
 

@@ -52,8 +52,8 @@ def prepare_environment(shards: bool) -> None:
         # All ranks compute the same port from the job id, and other jobs on the node most likely get another port
         env.setdefault("MASTER_PORT", str(job_port(env["SLURM_JOB_ID"])))
     if "RANK" not in env and shards:
-        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port(str(os.getpid()))))
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(str(os.getpid())))}
     if world_size() > 1:
         print(f"Initializing process group for rank {env['RANK']}")
         print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")

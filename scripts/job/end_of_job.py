@@ -3,6 +3,48 @@
 The attempts are in results/jobs/<job_id>.json. The functions take the path of the training's results/<job_id>.json.
 run_job.py calls them. They must finish in the seconds between SIGTERM and SIGKILL, so this module imports no large
 package.
+
+The end of an attempt follows from four notes: status and exit code in the training's record, exit code and name (or
+error line) of the process that failed first, a signal to the job, and what Slurm says. A job that is `gone` noted no
+end. A later job in its folder notes it, or the job itself when Slurm has started it `again`.
+
+    training     first                 signal  slurm       ->  status     code  reason
+    completed 0  -                     -       -           ->  completed  0     -
+    completed 0  -                     yes     TimeLimit   ->  completed  0     -
+    completed 0  143 rank 5            yes     -           ->  completed  0     -
+    completed 0  1 rank 5              -       -           ->  failed     1     rank 5 ended first, with exit code 1
+    stopped 75   -                     yes     -           ->  stopped    75    -
+    stopped 75   75 rank 5             yes     -           ->  stopped    75    -
+    stopped 75   -                     yes     TimeLimit   ->  timeout    75    -
+    stopped 143  137                   yes     -           ->  failed     137   -
+    failed 3     3 rank 5              -       -           ->  failed     3     rank 5 ended first, with exit code 3
+    failed 3 X   3 rank 5              -       -           ->  failed     3     X
+    oom 1        1 rank 5              -       -           ->  oom        1     rank 5 ended first, with exit code 1
+    oom 1        143                   -       -           ->  oom        143   -
+    running      -                     -       -           ->  failed     137   -
+    running      -                     yes     -           ->  stopped    143   -
+    running      143 rank 5            yes     TimeLimit   ->  timeout    143   -
+    running      143 rank 5            -       -           ->  stopped    143   -
+    running      137 rank 5            -       -           ->  failed     137   rank 5 ended first, ... (killed, ...)
+    running      137 launcher 0        -       -           ->  failed     137   launcher 0 ended ... (ended by SIGKILL)
+    running      139 rank 5            -       -           ->  failed     139   rank 5 ended ... (ended by SIGSEGV)
+    running      3 error: file: X; Y   -       -           ->  failed     3     file: X; Y
+    running      137 the only process  -       -           ->  failed     137   exit code 137 (killed, ...)
+    running      2 the only process    -       -           ->  failed     2     -
+    running      1 rank 5              -       node3 down  ->  failed     1     node failure on node3
+    -            -                     -       -           ->  completed  0     -
+    -            2 rank 5              -       -           ->  failed     2     rank 5 ended first, with exit code 2
+    running      gone                  -       NODE_FAIL   ->  failed     -     ... state of the job is NODE_FAIL
+    running      gone                  -       -           ->  failed     -     ... its node failed, or it was killed
+    running      gone                  yes     CANCELLED   ->  stopped    143   ... state of the job is CANCELLED
+    failed 1     gone                  -       NODE_FAIL   ->  failed     1     ... state of the job is NODE_FAIL
+    running      again                 -       node3 down  ->  failed     -     node failure on node3
+    running      again                 -       -           ->  failed     -     -
+    running      again                 yes     -           ->  stopped    143   -
+    failed 3 X   again                 -       -           ->  failed     3     X
+    failed 3 X   again                 -       node3 down  ->  failed     3     node failure on node3
+    stopped 75   again                 yes     -           ->  stopped    75    -
+    completed 0  again                 -       node3 down  ->  completed  0     node failure on node3
 """
 
 import contextlib
@@ -70,8 +112,8 @@ def failure_reason(status: str, code: int, process: str, single: bool, noted: st
     """
     if status in ("completed", "timeout"):
         return None
-    if nodes := failed_nodes(os.environ.get("SLURM_JOB_NODELIST", "")):
-        return f"node failure on {nodes}"
+    if failure := node_failure(os.environ.get("SLURM_JOB_NODELIST", "")):
+        return failure
     if noted or status == "stopped" or not process:
         return noted
     if process.startswith("error: "):
@@ -86,12 +128,11 @@ def failure_reason(status: str, code: int, process: str, single: bool, noted: st
     return f"exit code {code}{cause}" if cause else None
 
 
-def failed_nodes(nodes: str) -> str:
-    """Return those of these nodes that are down in Slurm. nodes: node[1-2] or node1,node2, empty without Slurm."""
-    if not nodes:
-        return ""
-    found = ask_slurm("sinfo", "--noheader", f"--nodes={nodes}", "--states=down,fail", "--format=%N")
-    return ", ".join(found.split())
+def node_failure(nodes: str) -> str:
+    """Return which of these nodes are down in Slurm. nodes: node[1-2] or node1,node2, empty without Slurm."""
+    command = ("sinfo", "--noheader", f"--nodes={nodes}", "--states=down,fail", "--format=%N")
+    failed = ask_slurm(*command).split() if nodes else []
+    return f"node failure on {', '.join(failed)}" if failed else ""
 
 
 def job_outcome(record: Record | None, exit_code: int, signal_noted: bool, timeout: bool) -> tuple[str, int]:
@@ -100,9 +141,9 @@ def job_outcome(record: Record | None, exit_code: int, signal_noted: bool, timeo
     exit_code: exit code of the rank that failed first, or of the launcher. After a signal, it does not count if the
     training has completed: the signal has ended processes that had nothing left to do.
     """
-    if record and (exit_code == 0 or (signal_noted and record.status == "completed")):
-        if record.status == "completed" or (record.finished and not timeout):
-            return record.status, record.exit_code or 0
+    if record and record.status == "completed" and (exit_code == 0 or signal_noted):
+        return "completed", 0
+    if record and exit_code == 0:
         # srun stops waiting for a stopped step whose ranks save slowly, and returns 0
         exit_code = record.exit_code or 128 + (signal.SIGTERM if signal_noted else signal.SIGKILL)
     status = "timeout" if timeout else outcome(exit_code)
@@ -119,10 +160,9 @@ def sweep(folder: Path, own: str = "") -> None:
             record = read_record(path)
             if ended_without_a_word(path, record):
                 *earlier, last = read_attempts(path) or [Attempt(attempt=record.attempt)]
-                stopped = record.status == "stopped"
-                status, reason = ("stopped", record.reason) if stopped else ("failed", reason_from_slurm(path.stem))
-                write_attempts(path, [*earlier, complete_attempt(path, last, status, reason)])
-                print(f"{path}: the job is gone, and its status is now {status}")
+                closed = close_attempt(path, last, reason_from_slurm(path.stem))
+                write_attempts(path, [*earlier, closed])
+                print(f"{path}: the job is gone, and its status is now {closed.status}")
     for left in folder.glob(".*"):
         # The watchdog uses this folder in a run without a job. This run may still be active
         heartbeats = left.name.startswith(".ranks_")
@@ -135,21 +175,20 @@ def sweep(folder: Path, own: str = "") -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def complete_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
-    """Return an attempt with status and reason. Without an end of its own, it gets that of its training's record.
+def close_attempt(path: Path, attempt: Attempt, slurm: str) -> Attempt:
+    """Return an attempt with the end that its job could not note. slurm: what Slurm says about it, "" if nothing.
 
-    A record without an end gives the time of its last change.
-
-    The training may have ended before the job's first node failed, or a rank on another node has closed its record.
+    The training may have ended before the job's first node failed, or a rank on another node has closed its record. A
+    record without an end gives the time of its last change.
     """
-    end: dict[str, Any] = {"status": status, "reason": reason}
-    if not attempt.finished:
-        record = read_training(path) if path.exists() else None
-        own = record if record and record.attempt == attempt.attempt else None
-        if own and own.finished:
-            end |= {"status": own.status, "exit_code": own.exit_code, "finished": own.finished}
-        else:
-            end["finished"] = datetime.fromtimestamp(int((path if own else job_path(path)).stat().st_mtime), UTC)
+    record = read_training(path) if path.exists() else None
+    own = record if record and record.attempt == attempt.attempt else None
+    end: dict[str, Any] = {"reason": slurm or attempt.reason or (own.reason if own else None)}
+    if own and own.finished and not attempt.finished:
+        end |= {"status": own.status, "exit_code": own.exit_code, "finished": own.finished}
+    elif not attempt.finished:
+        changed = datetime.fromtimestamp(int((path if own else job_path(path)).stat().st_mtime), UTC)
+        end |= {"status": "stopped" if attempt.status == "stopped" else "failed", "finished": changed}
     return attempt.model_copy(update=end)
 
 
@@ -160,14 +199,8 @@ def begin_attempt(path: Path, restarts: int, **facts: Any) -> Attempt:
     """
     attempts = read_attempts(path)
     record = read_training(path) if path.exists() else None
-    last = attempts[-1] if attempts else None
-    if last and (not last.finished or last.status == "failed"):
-        noted = record.reason if record and record.attempt == last.attempt else None  # for example a rank that hung
-        reason = last.reason if last.finished else noted or WITHOUT_A_WORD
-        if nodes := failed_nodes(",".join(last.nodes)):
-            reason = f"node failure on {nodes}"
-        status = "stopped" if last.status == "stopped" else "failed"
-        attempts[-1] = complete_attempt(path, last, status, reason)
+    if attempts and (not attempts[-1].finished or attempts[-1].status == "failed"):
+        attempts[-1] = close_attempt(path, attempts[-1], node_failure(",".join(attempts[-1].nodes)))
     number = max([restarts, *(each.attempt for each in attempts), record.attempt if record else 0]) + 1
     attempt = Attempt(attempt=number, started=now(), **facts)
     write_attempts(path, [*attempts, attempt])
@@ -206,14 +239,6 @@ def reason_from_slurm(job_id: str) -> str:
             if state := re.search(r"(?:JobState=|\A)([A-Z_]{2,})", ask_slurm(*command)):
                 return f"ended without a word: Slurm's state of the job is {state[1]}"
     return WITHOUT_A_WORD
-
-
-def queue_state(job_id: str) -> str:
-    """Return Slurm's state of a job in its queue, such as "PENDING (Resources)". It is empty for any other job."""
-    if not job_id.isdigit():
-        return ""
-    state = ask_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%T (%r)").strip()
-    return state.removesuffix(" (None)")  # only a job that waits has a reason
 
 
 def is_alive(record: Path) -> bool:

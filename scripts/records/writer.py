@@ -220,11 +220,10 @@ class RunRecord:
         reason = error.what if isinstance(error, WorkshopError) else None
         out_of_memory = is_out_of_memory(error)
         running = not read_training(self.path).finished
-        if rank() == 0 and running:
-            self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now(), reason=reason)
-        elif out_of_memory or (running and isinstance(error, Exception)):
-            # The launcher is about to end rank 0, which would record only that it was stopped
-            status = "oom" if out_of_memory else "failed"
+        # After an exception on another rank, the launcher ends rank 0, which would record only that it was stopped
+        if out_of_memory or (running and (rank() == 0 or isinstance(error, Exception))):
+            self.write()
+            status = "oom" if out_of_memory else outcome(code)
             self.change(status=status, exit_code=code, finished=now(), reason=reason)
 
     def close_as_hung(self, error: WorkshopError) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from job.end_of_job import ended_without_a_word, is_alive, queue_state, reason_from_slurm
+from job.end_of_job import ended_without_a_word, is_alive, queued_jobs, reason_from_slurm
 from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
 from reporting.trainer_log import (
@@ -178,9 +178,10 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
         raise WorkshopError(
             "--job", f"{job_id} ended without a run record: {end}", f"its log is {os.path.relpath(log)}"
         )
-    state = queue_state(job_id)
-    if log or state:
-        problem = f"{job_id} has no run record yet: its state is {state or 'running'}"
+    queued = (queued_jobs() or {}).get(job_id)
+    if log or queued:
+        state = f"{queued.state} ({queued.reason})" if queued else "running"
+        problem = f"{job_id} has no run record yet: its state is {state.removesuffix(' (None)')}"
         raise WorkshopError("--job", problem, f"experiments/watch.sh {job_id} shows when its training begins")
     raise WorkshopError("--job", f"no run has the id {job_id}", "give a job id, or the path of results/<job_id>.json")
 

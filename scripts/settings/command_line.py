@@ -90,7 +90,7 @@ def parse_command_line(
     if namespace.use_cpu and gpu is None:
         # Set these before the first call of torch.cuda.is_available(): after it, CUDA ignores CUDA_VISIBLE_DEVICES.
         # With a visible GPU, the optimizer step would ask for a CUDA stream and so start CUDA
-        os.environ.update(CUDA_VISIBLE_DEVICES="", REQUIRE_GPU="0")
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0"}
     words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     check_empty_flags(namespace, given)

@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 import estimate_memory
 from data_loader import read_questions
 from estimate.command_line import parse_memory_plan
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, read_directives
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
+from job.directives import read_directives
 from shell import program, shell_environment
 
 MEMORY = psutil.virtual_memory().total / 2**30  # GiB of this machine, which the site laptop compares with

@@ -83,14 +83,6 @@ def test_partition_and_reservation_must_exist_in_slurm(monkeypatch, tmp_path):
     assert lines["reservation"][:2] == ("fail", "Reservation workshop not found")
 
 
-def test_jobs_that_a_site_leaves_out_are_named(monkeypatch):
-    assert list(preflight_jobs.large_jobs()) == []
-    monkeypatch.setenv("GPUS_PER_NODE", "6")
-    ((state, name, found),) = preflight_jobs.large_jobs()
-    assert (state, name) == ("ok", "GPUs per node")
-    assert found.startswith("6, so submit.sh leaves out custom-model/multi_gpu/8_gpus, ") and "/6_gpus" not in found
-
-
 def test_dry_runs_do_not_see_the_variables_of_a_slurm_job(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight_jobs, "EXPERIMENTS", tmp_path)
     sound = 'env | grep -cE "^(DRY_RUN=1|BATCH_SIZE=2|SLURM_JOB_ID=.*)$"\n'

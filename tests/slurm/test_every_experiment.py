@@ -11,7 +11,8 @@ import pytest
 
 from cluster import run as run_command
 from conftest import running_cluster
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, read_directives
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
+from job.directives import read_directives
 from jobs import ENDLESS, Job, Lab, check_completed
 from shared.paths import SAMPLE
 

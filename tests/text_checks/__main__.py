@@ -12,10 +12,22 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from text_checks import commands, documents, experiments, imports, libraries, links, pages, repository, security, sizes
+from text_checks import (
+    commands,
+    documents,
+    experiments,
+    imports,
+    libraries,
+    links,
+    pages,
+    repository,
+    security,
+    sizes,
+    variables,
+)
 from text_checks.common import TEXTS, TREES
 
-CHECKS = (pages, sizes, links, commands, experiments, libraries, documents, repository, imports, security)
+CHECKS = (pages, sizes, links, commands, experiments, libraries, documents, repository, imports, security, variables)
 
 
 def main() -> int:

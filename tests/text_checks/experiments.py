@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from config import KNOBS
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
+from job.directives import gpus_per_node, parse_count, read_directives
 from text_checks.common import read, relative_name
 
 TABLE = "tests/text_checks/experiment_knobs.yaml"
@@ -85,8 +86,9 @@ def trains(script: Path) -> bool:
 
 def nodes_and_gpus(script: Path) -> tuple[int, int]:
     """Number of nodes, and number of GPUs on all nodes."""
-    asked = {"nodes": "1", "gpus-per-node": "1"} | read_directives(script)
-    return int(asked["nodes"]), int(asked["nodes"]) * int(asked["gpus-per-node"])
+    asked = read_directives(script)
+    nodes = parse_count(asked.get("nodes", ""))
+    return nodes, nodes * gpus_per_node(asked)
 
 
 def script_body(script: Path) -> Iterator[str]:

@@ -1,15 +1,16 @@
 """The end of a job: the status of its record, and the summary in its log."""
 
 import os
+import re
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
 from job import end_of_job
-from job.end_of_job import begin_attempt, end_attempt, job_outcome, summary, sweep
-from records.schema import Attempt, Hardware, Record, read_record, write_attempts
+from job.end_of_job import begin_attempt, end_attempt, summary, sweep
+from records.schema import Attempt, Hardware, Record, read_attempts, read_record, write_attempts
 from shared.json_files import write_json
 
 PATH = Path("results/7.json")
@@ -32,31 +33,43 @@ def end(code: int, /, number: int = 1, ranks: int = 8, **record: object) -> int:
     return end_attempt(PATH, RUN_DIR, attempt, code, False, ranks).code
 
 
-@pytest.mark.parametrize(
-    ("before", "code", "timeout", "after"),
-    [
-        # the record of the training, exit code and timeout seen by run_job.py, the job's end
-        (("running", None), 137, False, ("failed", 137)),
-        (("running", None), 143, False, ("stopped", 143)),
-        (("running", None), 143, True, ("timeout", 143)),
-        (("running", None), 0, False, ("failed", 137)),
-        (("stopped", 143), 0, False, ("stopped", 143)),
-        (("completed", 0), 0, False, ("completed", 0)),
-        (("completed", 0), 0, True, ("completed", 0)),
-        (("stopped", 75), 0, True, ("timeout", 75)),
-        (("completed", 0), 1, False, ("failed", 1)),
-        (("failed", 3), 3, False, ("failed", 3)),
-        (("failed", 1), 137, False, ("failed", 137)),
-        (("stopped", 143), 143, True, ("timeout", 143)),
-        (("stopped", 143), 137, False, ("failed", 137)),
-        (("oom", 1), 1, False, ("oom", 1)),
-        (("oom", 1), 143, False, ("oom", 143)),
-    ],
-)
-def test_the_end_of_a_job_follows_from_the_training_and_its_exit_code(before, code, timeout, after):
-    finished = None if before[1] is None else "2026-01-01T00:00:00+00:00"  # the training finished its record itself
-    record = Record(status=before[0], exit_code=before[1], finished=finished)
-    assert job_outcome(record, code, False, timeout) == after
+CELLS = r"^    (\S.*?)  +(\S.*?)  +(\S+)  +(\S.*?)  +->  (\S+)  +(\S+)  +(.+)"
+HEAD, *ROWS = re.findall(CELLS, end_of_job.__doc__, re.MULTILINE)
+
+
+@pytest.mark.parametrize(HEAD, ROWS)
+def test_an_attempt_ends_as_the_table_says(monkeypatch, capsys, training, first, signal, slurm, status, code, reason):
+    answers = {"sinfo": "node3" * (slurm == "node3 down"), "sacct": slurm.replace("-", "")}
+    monkeypatch.setattr(end_of_job, "ask_slurm", lambda program, *_: answers.get(program, ""))
+    monkeypatch.setattr(end_of_job, "queued_jobs", dict)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node3")
+    exit_code, _, process = first.partition(" ")
+    later = (
+        "6 137 rank 6\n"  # does not count after a first failure, nor if the launcher of a completed training returns 0
+    )
+    run_file("exit_codes").write_text(f"{later}5 {first}\n" if process else later * training.startswith("completed"))
+    if training != "-":
+        ended, its_code, noted = re.fullmatch(r"(\w+) ?(\d*) ?(.*)", training).groups()
+        end = {"exit_code": int(its_code), "finished": "2026-01-01T00:00:00+00:00"} if its_code else {}
+        ranks = 1 if process == "the only process" else 8
+        write_json(PATH, {"status": ended, "reason": noted or None, "world_size": ranks} | end)
+    noted_signal = {"status": "stopped", "exit_code": 143} if signal == "yes" else {}
+    attempt = Attempt(attempt=1, nodes=["node3"], **noted_signal)
+    write_attempts(PATH, [attempt])
+    if first == "gone":
+        sweep(Path("results"))
+    elif first == "again":
+        begin_attempt(PATH, 1)
+    else:
+        launcher = 1 if process else int(exit_code.replace("-", "0"))
+        assert str(end_attempt(PATH, RUN_DIR, attempt, launcher, slurm == "TimeLimit", 8).code) == code
+    found = read_attempts(PATH)[0]
+    assert found.finished
+    expected = f"{status} {code} {reason}".replace(" -", " None").replace("...", "*")
+    assert fnmatch(f"{found.status} {found.exit_code} {found.reason}", expected)
+    shown = capsys.readouterr().out.splitlines()
+    assert (f"status: {status} (exit code {code})" in shown) == (first not in ("gone", "again"))
+    assert found.reason in (None, *shown) or first in ("gone", "again")
 
 
 def test_the_summary_of_a_job_uses_only_its_own_logs():
@@ -80,51 +93,6 @@ def test_the_summary_of_a_job_uses_only_its_own_logs():
     assert [line.split(":")[0] for line in lines[:3]] == ["GPU 0 memory", "GPU 0 power", "CPU memory"]
 
 
-def test_a_completed_training_wins_over_the_notes_of_other_processes(capsys):
-    run_file("exit_codes").write_text(ENDS.format(137))
-    assert end(0, status="completed", exit_code=0, finished="2026-01-01T00:00:00+00:00") == 0
-    assert "status: completed (exit code 0)" in capsys.readouterr().out
-    assert (read_record(PATH).status, read_record(PATH).reason) == ("completed", None)
-
-
-@pytest.mark.parametrize(
-    ("record", "code"),
-    [
-        ({}, 0),  # a program that does not train
-        ({"status": "completed", "exit_code": 0}, 0),
-        ({"status": "stopped", "exit_code": 75}, 75),
-        ({"status": "running", "exit_code": None}, 137),
-        ({"status": "running", "exit_code": None, "attempt": 0}, 0),  # the record of an earlier attempt
-    ],
-)
-def test_the_job_ends_with_the_exit_code_of_the_training(record, code):
-    assert end(0, **record) == code
-
-
-ENDS = "5 1 launcher 0 on node1\n4 1 rank 0 on node1\n3 {} rank 5 on node2\n6 137 launcher 1 on node2\n"
-KILLED = "(killed, most often by the kernel for want of memory: see --mem)"
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "reason"),
-    [
-        (137, "failed", f"rank 5 on node2 ended first, with exit code 137 {KILLED}"),
-        (139, "failed", "rank 5 on node2 ended first, with exit code 139 (ended by SIGSEGV)"),
-        (3, "failed", "rank 5 on node2 ended first, with exit code 3"),
-        (143, "stopped", None),
-        (75, "stopped", None),
-    ],
-)
-def test_the_rank_that_ended_first_is_the_reason(capsys, code, status, reason):
-    run_file("exit_codes").write_text(ENDS.format(code))
-    assert end(1, status="running") == code
-    record = read_record(PATH)
-    assert (record.status, record.exit_code, record.reason) == (status, code, reason)
-    shown = capsys.readouterr().out.splitlines()
-    assert f"status: {status} (exit code {code})" in shown
-    assert [line for line in shown if "ended first" in line] == [reason] * bool(reason)
-
-
 @pytest.mark.parametrize(
     "noted",
     [
@@ -141,65 +109,15 @@ def test_a_damaged_note_neither_fails_a_job_nor_hides_its_exit_code(noted):
     assert end(1) == 75
 
 
-def test_the_reason_is_a_hang_and_not_the_rank_that_noticed_it(capsys):
-    hang = "no answer from rank 3 on node2, stopped or out of reach, noticed by rank 5 on node2 after 300 s"
-    run_file("exit_codes").write_text(ENDS.format(3))
-    end(1, status="failed", exit_code=3, finished="2026-01-01T00:00:00+00:00", reason=hang)
-    assert read_record(PATH).reason == hang
-    shown = capsys.readouterr().out
-    assert hang in shown.splitlines() and "ended first" not in shown
-
-
-@pytest.mark.parametrize(
-    ("answers", "known"),
-    [
-        ({"scontrol": "JobId=47 JobName=x\n   JobState=NODE_FAIL Reason=NodeDown"}, True),
-        ({"sacct": "NODE_FAIL\n"}, True),
-        ({}, False),
-    ],
-)
-def test_a_crash_of_the_first_node_is_the_reason(monkeypatch, answers, known):
-    """A rank on the second node has closed the record. The next job in the folder finds that the first job is gone."""
+def test_a_job_that_runs_or_has_ended_with_a_summary_is_not_closed(monkeypatch):
+    """Job 48 still runs, and the folder of job 49 is removed. A rank has closed the record of each."""
     monkeypatch.setattr(end_of_job, "queued_jobs", lambda: ["48"])
-    monkeypatch.setattr(end_of_job, "ask_slurm", lambda program, *_: answers.get(program, ""))
-    for job in ("47", "48", "49"):
-        Path(f"results/.{job}").mkdir(parents=True)
-        write_json(
-            Path(f"results/{job}.json"), {"status": "failed", "exit_code": 1, "finished": "2026-01-01T00:00:00+00:00"}
-        )
-    Path("results/.49").rmdir()
+    Path("results/.48").mkdir(parents=True)
+    for job in ("48", "49"):
+        end = {"status": "failed", "exit_code": 1, "finished": "2026-01-01T00:00:00+00:00"}
+        write_json(Path(f"results/{job}.json"), end)
     sweep(Path("results"))
-    state = "Slurm's state of the job is NODE_FAIL" if known else "its node failed, or it was killed"
-    reasons = [read_record(Path(f"results/{job}.json")).reason for job in ("47", "48", "49")]
-    assert reasons == [f"ended without a word: {state}", None, None], "job 48 still runs, job 49 ended with a summary"
-
-
-def test_a_node_that_slurm_reports_as_down_is_the_reason(monkeypatch):
-    def sinfo(command: list[str], **how) -> CompletedProcess:
-        assert {"sinfo", "--nodes=node[1-3]", "--states=down,fail"} <= set(command)
-        return CompletedProcess(command, 0, stdout="node3\n")
-
-    monkeypatch.setattr("subprocess.run", sinfo)
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    run_file("exit_codes").write_text(ENDS.format(1))
-    end(143, status="running")
-    assert read_record(PATH).reason == "node failure on node3"
-
-
-@pytest.mark.parametrize(
-    ("process", "code", "ranks", "reason"),
-    [
-        ("rank 0 on node1", 137, 1, f"exit code 137 {KILLED}"),
-        ("rank 0 on node1", 2, 1, None),
-        # the kernel ends a process that needs much memory, and a launcher needs little
-        ("launcher 0 on n1", 137, 2, "launcher 0 on n1 ended first, with exit code 137 (ended by SIGKILL)"),
-    ],
-)
-def test_the_reason_fits_the_process(process, code, ranks, reason):
-    """A single process is not reported as the first to end."""
-    run_file("exit_codes").write_text(f"1 {code} {process}\n")
-    end(code, ranks=ranks, status="running")
-    assert read_record(PATH).reason == reason
+    assert not Path("results/jobs").exists() and Path("results/.48").exists()
 
 
 @pytest.mark.parametrize("earlier", [False, True])
