@@ -20,7 +20,7 @@ from reporting.definitions import table_definition
 from reporting.metrics import HELD, metric_value
 from reporting.render import grid, table_lines
 from reporting.report_folder import write_report
-from reporting.runs import Run, read_run
+from reporting.runs import ReportedRun, read_run
 from reporting.tables import build_table
 from shared.errors import run_program
 from shared.paths import REPOSITORY, SAMPLE
@@ -143,7 +143,7 @@ def memorise(folder: Path) -> bool:
     return True
 
 
-def table(runs: dict[str, Run]) -> str:
+def table(runs: dict[str, ReportedRun]) -> str:
     """Return the report's table of the runs, with one column per method."""
     by_experiment = {f"demo/{method}": [runs[method]] if method in runs else [] for method in METHODS}
     found = build_table(table_definition("demo"), by_experiment)
@@ -153,7 +153,7 @@ def table(runs: dict[str, Run]) -> str:
     return f"{shown}\n\n{textwrap.fill(found.definition.note, 100)}"
 
 
-def conclusions(runs: dict[str, Run]) -> str:
+def conclusions(runs: dict[str, ReportedRun]) -> str:
     """Return sentences that compare the losses, and each method's model state per rank with one process."""
     losses = train_losses(runs)
     if len(runs) < len(METHODS):
@@ -174,7 +174,7 @@ def conclusions(runs: dict[str, Run]) -> str:
     return "\n".join(lines)
 
 
-def train_losses(runs: dict[str, Run]) -> list[float]:
+def train_losses(runs: dict[str, ReportedRun]) -> list[float]:
     return [metric_value("train_loss", run) for run in runs.values()]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers import REPOSITORY
 from reporting.definitions import load_definitions
 from reporting.metrics import Cell
-from reporting.runs import Run, find_runs
+from reporting.runs import ReportedRun, find_runs
 from reporting.tables import Table, build_tables
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
@@ -106,7 +106,7 @@ def cell(table: Table, label: str, column: str) -> Cell:
     return row.cells[table.definition.columns.index(column)]
 
 
-def find_run(top: Path) -> Run:
+def find_run(top: Path) -> ReportedRun:
     """Return the only run below `top`."""
     (run,) = find_runs([top])
     return run

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     total: float | None = None
 
 
-Parser = Callable[[str], Sample]  # a function that parses a line; it raises ValueError if the line is not a sample
+LineParser = Callable[[str], Sample]  # a function that parses a line; it raises ValueError if the line is not a sample
 
 
 @dataclass
@@ -179,7 +179,7 @@ def last_samples(path: Path) -> list[Sample]:
     return list(samples.values())
 
 
-def read_log(path: Path, header: str, parse: Parser, turned_back: float = 0) -> MemoryLog:
+def read_log(path: Path, header: str, parse: LineParser, turned_back: float = 0) -> MemoryLog:
     """Read a log whose seconds may go back.
 
     turned_back: seconds by which a clock goes back at the end of summer time. Smaller steps are corrections of the

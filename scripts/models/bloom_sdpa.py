@@ -5,6 +5,9 @@ tensor of batch x heads x length x length, in each layer. Here one fused kernel 
 never stores all of them. BLOOM adds distances (alibi) and a mask to the scores. The kernel takes their sum as one
 tensor of that size, which is created once per forward pass and shared by all layers.
 
+Shapes: B rows of a batch, L tokens of a row, M tokens that it attends to (L, or more with a cache), D hidden size, H
+heads, K head size. Without padding, hidden states are (1, T, D) with T tokens, and only the attention has B rows.
+
 This module is written for transformers 5.23 and 5.24 (models/bloom/modeling_bloom.py). Its BloomAttention ignores both
 attn_implementation="sdpa" and functions that are registered with AttentionInterface.
 """
@@ -59,19 +62,20 @@ class SDPABloomAttention(BloomAttention):
     ) -> tuple[torch.Tensor, None]:
         """Return the output of the attention, and None in place of the probabilities, which are never computed.
 
-        hidden_states, residual: (batch, length, hidden). attention_mask: the tensor from `distances_and_mask`, which
+        hidden_states, residual: (B, L, D). attention_mask: the tensor (B, H, L, M) from `distances_and_mask`, which
         already contains alibi.
         """
         # The backward pass of unbind is one kernel. transformers' _reshape selects three times, and needs eight
         fused = self.layout.pad(self.query_key_value(hidden_states)).unflatten(-1, (self.num_heads, 3, self.head_dim))
-        query, key, value = (part.transpose(1, 2) for part in fused.unbind(-2))
+        # fused is (B, L, H, 3, K)
+        query, key, value = (part.transpose(1, 2) for part in fused.unbind(-2))  # (B, H, L, K)
         if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+            key, value = layer_past.update(key, value, self.layer_idx)  # (B, H, M, K)
         dropout = self.attention_dropout.p if self.training else 0.0
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=self.inv_norm_factor
-        )
-        out = self.dense(self.layout.unpad(out.transpose(1, 2).flatten(2)))
+        )  # (B, H, L, K)
+        out = self.dense(self.layout.unpad(out.transpose(1, 2).flatten(2)))  # (B, L, D) or (1, T, D)
         return dropout_add(out, residual, self.hidden_dropout, self.training), None
 
 
@@ -93,10 +97,10 @@ def distances_and_mask(
     layout: Layout = PADDED,
     **cache: Any,
 ) -> torch.Tensor:
-    """Return the tensor that BLOOM adds to the scores: (batch, heads, queries, keys), in the dtype of the attention.
+    """Return the tensor (B, H, L, M) that BLOOM adds to the scores, in the dtype of the attention.
 
     With another dtype, autocast or FSDP would cast the tensor again in each layer, and each layer would keep its copy
-    for the backward pass. Without padding, all questions have the same tensor, and batch is 1.
+    for the backward pass. Without padding, all questions have the same tensor, and B is 1.
     cache: the keys and values of earlier tokens, named past_key_values, in transformers 5.24 named cache.
     """
     device = inputs_embeds.device
@@ -104,15 +108,16 @@ def distances_and_mask(
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     if layout.rows is not None:
-        inputs_embeds = inputs_embeds.new_empty(1, layout.rows.shape[1], 0)
+        inputs_embeds = inputs_embeds.new_empty(1, layout.rows.shape[1], 0)  # (B, L, 0): only B and L are used
     mask: Any = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
+    # mask is (B, 1, L, M): 0 or the smallest number. attention_mask is (B, M)
     if attention_mask is None:  # no padding
-        attention_mask = torch.ones(len(inputs_embeds), mask.shape[-1], device=device)
-    alibi = build_alibi_tensor(attention_mask, config.n_head, torch.float32)
-    alibi = alibi.view(len(inputs_embeds), config.n_head, 1, -1)
+        attention_mask = torch.ones(len(inputs_embeds), mask.shape[-1], device=device)  # (B, M)
+    alibi = build_alibi_tensor(attention_mask, config.n_head, torch.float32)  # (B H, 1, M)
+    alibi = alibi.view(len(inputs_embeds), config.n_head, 1, -1)  # (B, H, 1, M)
     # alibi is slope x position of the key. The softmax ignores a constant per query, so slope x (key - query) is the
     # same model. It is small for near keys, so 16 bits round it less: bf16 rounds 361 by up to 1
-    distances = (alibi - alibi[..., -mask.shape[-2] :].mT).to(dtype)
+    distances = (alibi - alibi[..., -mask.shape[-2] :].mT).to(dtype)  # (B, H, L, M)
     # Fill instead of adding the mask: the sum can be minus infinity, and a row that is completely masked would be NaN
     return distances.masked_fill(mask < 0, torch.finfo(dtype).min)
 

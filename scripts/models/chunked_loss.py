@@ -9,6 +9,9 @@ Here the head computes logits only for the positions that count in the loss, chu
 logits is known as soon as the logits are: it is their softmax, minus 1 at the target. So the head multiplies it into
 the gradients of the hidden states and of the weight at once, and uses the chunk's memory again for the next chunk.
 
+Shapes: B rows of a batch, L tokens of a row, C tokens that count, R = C rounded up to a multiple of ROW_MULTIPLE, P of
+these in a chunk, U of them that count, D hidden size, V vocabulary. Q and W are the sizes of pieces of U and of V.
+
 Liger's FusedLinearCrossEntropy (arXiv:2410.10989, section 3.2) and torch.nn.functional.linear_cross_entropy work in the
 same way. docs/knobs.md compares them with this module and explains why `--loss chunked` does not call torch's function.
 """
@@ -79,13 +82,13 @@ def add_label_counts(batches: list[Any]) -> None:
     Without these numbers, each forward pass would wait for the GPU to count the labels. Here the CPU reads all numbers
     of the step at once. It waits little, because copying the batches to the GPU has just waited for the previous steps.
     """
-    counts = torch.stack([(next_tokens(batch["labels"]) != IGNORED).sum() for batch in batches])
+    counts = torch.stack([(next_tokens(batch["labels"]) != IGNORED).sum() for batch in batches])  # (micro batches)
     for batch, count in zip(batches, counts.tolist(), strict=True):
         batch["label_count"] = count
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the target of each position of a batch (batch, tokens), flattened. The last position has none."""
+    """Return the target of each position of a batch (B, L), flattened to (B L). The last position has none."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
 
 
@@ -115,17 +118,17 @@ class LossInHead:
         label_count = kwargs.pop("label_count", None)  # the model itself has no such argument
         self.counted = None
         if labels is not None:
-            targets = next_tokens(labels)
-            is_counted = targets != IGNORED
+            targets = next_tokens(labels)  # (B L)
+            is_counted = targets != IGNORED  # (B L)
             # Without a label count (in an evaluation, or without the Trainer) nonzero() waits for the GPU
             positions = is_counted.nonzero() if label_count is None else is_counted.nonzero_static(size=label_count)
-            self.counted = positions.flatten()
-            self.targets = targets[self.counted]
+            self.counted = positions.flatten()  # (C)
+            self.targets = targets[self.counted]  # (C)
         return args, kwargs
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the loss (), in fp32, of hidden states (batch, tokens, hidden size). Without labels, return logits.
+        """Return the loss (), in fp32, of hidden states (B, L, D). Without labels, return logits (B, L, V).
 
         The sum over the labels that count is divided by their number in the optimizer step, which the Trainer passes.
         Without that number, as in an evaluation, the loss is the mean.
@@ -134,7 +137,7 @@ class LossInHead:
             return self.compute_logits(hidden)
         total = CrossEntropyOfHead.apply(
             hidden.flatten(0, 1)[self.counted], self.head.weight, self.targets, torch.is_grad_enabled()
-        )
+        )  # ()
         loss = total / (len(self.targets) if self.number_of_labels is None else self.number_of_labels)
         self.loss = loss.detach()
         return loss
@@ -154,10 +157,10 @@ class LossInHead:
 class CrossEntropyOfHead(torch.autograd.Function):
     """Sum of the cross entropy over tokens. Its gradients are computed in the forward pass.
 
-    hidden: (tokens, hidden size). weight: (vocabulary, hidden size). targets: (tokens), int64. Matrix products use the
-    dtype of autocast if it is on, otherwise that of the weight. Softmax, loss and sums over chunks are fp32. A gradient
-    has the dtype of its tensor. The backward pass works once, because it overwrites the stored gradients. A frozen
-    weight, as with LoRA, gets no gradient.
+    hidden: (C, D). weight: (V, D). targets: (C), int64. Matrix products use the dtype of autocast if it is on,
+    otherwise that of the weight. Softmax, loss and sums over chunks are fp32. A gradient has the dtype of its tensor.
+    The backward pass works once, because it overwrites the stored gradients. A frozen weight, as with LoRA, gets no
+    gradient.
     """
 
     @staticmethod
@@ -172,35 +175,38 @@ class CrossEntropyOfHead(torch.autograd.Function):
         tokens, hidden_size = hidden.shape
         vocabulary = len(weight)
         chunk = chunk_size(tokens, hidden_size)
-        hidden = F.pad(hidden, (0, 0, 0, -tokens % ROW_MULTIPLE))
+        hidden = F.pad(hidden, (0, 0, 0, -tokens % ROW_MULTIPLE))  # (R, D)
         pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
-        loss = torch.zeros((), device=hidden.device)
-        logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
+        loss = torch.zeros((), device=hidden.device)  # ()
+        logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)  # (P, V)
         # The largest fp16 number is 65,504. A sum over fewer tokens stays below it with a larger scale
         in_fp16 = dtype == torch.float16 and device != "cuda"
         summed_tokens = FP16_TOKENS if in_fp16 else chunk
         scale = gradient_scale(hidden, summed_tokens if in_fp16 else 0)
         if with_gradients:
+            # (R, D) and (V, D)
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
             weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         with torch.autocast(device, enabled=False):
             for start in range(0, tokens, chunk):
-                part = hidden[start : start + chunk]
-                logits = torch.mm(part, weight.T, out=logits_buffer[: len(part)])
+                part = hidden[start : start + chunk]  # (P, D); P may be smaller in the last chunk
+                logits = torch.mm(part, weight.T, out=logits_buffer[: len(part)])  # (P, V)
                 unpadded = min(len(part), tokens - start)
-                part_targets = targets[start : start + unpadded]
+                part_targets = targets[start : start + unpadded]  # (U)
                 loss += loss_and_gradient(logits[:unpadded], part_targets, scale, pieces.logits, with_gradients)
                 if not with_gradients:
                     continue
-                gradient = logits  # loss_and_gradient has replaced the logits by their gradient
+                gradient = logits  # (P, V); loss_and_gradient has replaced the logits by their gradient
                 gradient[unpadded:] = 0
                 for first in range(0, vocabulary, pieces.vocabulary):
                     rows = slice(first, first + pieces.vocabulary)
+                    # (P, D) += (P, W) (W, D)
                     add_product(hidden_gradient[start : start + chunk], gradient[:, rows], weight[rows])
                     if weight_gradient is None:
                         continue
                     for begin in range(0, len(part), summed_tokens):
                         summed = slice(begin, begin + summed_tokens)
+                        # (W, D) += (W, a part of P) (a part of P, D)
                         add_product(weight_gradient[rows], gradient[summed, rows].T, part[summed])
         if with_gradients:
             ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient, scale)
@@ -208,8 +214,8 @@ class CrossEntropyOfHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        *gradients, scale = ctx.saved_tensors
-        factor = gradient / scale
+        *gradients, scale = ctx.saved_tensors  # (C, D), (V, D) and ()
+        factor = gradient / scale  # ()
         gradients = [
             None if kept is None else kept.mul_(factor).to(dtype)
             for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -240,7 +246,7 @@ def chunk_size(tokens: int, hidden_size: int) -> int:
 def chunk_bytes(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
     """Return the bytes of a chunk's logits, of the fp32 copy of some rows, and of autocast's copy of the weight.
 
-    weight: the head's weight (vocabulary, hidden size). dtype: the dtype of the logits.
+    weight: the head's weight (V, D). dtype: the dtype of the logits.
     """
     vocabulary, hidden_size = weight.shape
     logits = chunk_size(tokens, hidden_size) * vocabulary
@@ -251,30 +257,30 @@ def chunk_bytes(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: P
 def loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int, with_gradient: bool
 ) -> torch.Tensor:
-    """Return the summed cross entropy of logits (tokens, vocabulary). Overwrite them with their gradient x `scale`.
+    """Return the summed cross entropy () of logits (U, V). Overwrite them with their gradient x `scale`.
 
-    elements: number of logits that are copied to fp32 at once. Only whole rows are copied.
+    targets: (U). elements: number of logits that are copied to fp32 at once. Only whole rows are copied.
     """
     tokens, vocabulary = logits.shape
     rows = min(tokens, max(1, elements // vocabulary))
-    buffer = torch.empty(rows, vocabulary, device=logits.device)
-    loss = torch.zeros((), device=logits.device)
+    buffer = torch.empty(rows, vocabulary, device=logits.device)  # (Q, V)
+    loss = torch.zeros((), device=logits.device)  # ()
     for start in range(0, tokens, rows):
-        part = logits[start : start + rows]
-        target = targets[start : start + rows, None]
-        log_probabilities = buffer[: len(part)].copy_(part)
+        part = logits[start : start + rows]  # (Q, V); Q may be smaller in the last piece
+        target = targets[start : start + rows, None]  # (Q, 1)
+        log_probabilities = buffer[: len(part)].copy_(part)  # (Q, V)
         torch.log_softmax(log_probabilities, dim=-1, out=log_probabilities)
         loss -= log_probabilities.gather(1, target).sum()
         if not with_gradient:
             continue
-        gradient = log_probabilities.exp_()
+        gradient = log_probabilities.exp_()  # (Q, V)
         gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1))
         part.copy_(gradient.mul_(scale) if logits.dtype == torch.float16 else gradient)
     return loss
 
 
 def gradient_scale(hidden: torch.Tensor, summed_tokens: int) -> torch.Tensor:
-    """Return the power of two that scales the logits' gradient before it is rounded to fp16; 1 for other dtypes.
+    """Return the power of two () that scales the logits' gradient before it is rounded to fp16; 1 for other dtypes.
 
     A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16. Loss scaling comes too late,
     because its factor is known only in the backward pass. The scale keeps a sum over `summed_tokens` tokens below the

@@ -5,6 +5,9 @@ pads. It must not mix questions, so it copies queries, keys and values of each q
 (`Layout.pad`), padded to the longest question, and copies its output back (`Layout.unpad`). All padding comes after the
 real tokens of its row, so under a causal mask no real token attends to it.
 
+Shapes: T tokens of the one row, B questions, L tokens of the longest question (rounded up to a multiple), S numbers per
+token, H heads, K head size.
+
 transformers can also train on such rows, but computes the attention of the whole row under a mask. If use_cache is
 true, it leaves out this mask without a warning, and questions see each other.
 """
@@ -30,54 +33,54 @@ USE_LONGEST = "use --padding longest"
 class Layout:
     """The places of the current micro batch's tokens in the padded rows of the attention.
 
-    rows: (questions, longest), int64: the index of a token in the one row. In the place of padding it is the index of
-    any token. None if the current batch is padded, so that `pad` and `unpad` have nothing to do. places: (tokens),
-    int64: the index of each token's place in the flattened `rows`.
+    rows: (B, L), int64: the index of a token in the one row. In the place of padding it is the index of any token. None
+    if the current batch is padded, so that `pad` and `unpad` have nothing to do. places: (T), int64: the index of each
+    token's place in the flattened `rows`.
     """
 
     rows: torch.Tensor | None = None
     places: torch.Tensor
 
     def pad(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (1, tokens, size) as (questions, longest, size). What is in the place of padding has no meaning."""
+        """Return (1, T, S) as (B, L, S). What is in the place of padding has no meaning."""
         if self.rows is None:
             return tokens
         return Pad.apply(tokens[0], self.rows.flatten(), self.places).unflatten(0, self.rows.shape)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """Undo `pad`."""
+        """Undo `pad`: return (B, L, S) as (1, T, S)."""
         if self.rows is None:
             return padded
         return Unpad.apply(padded.flatten(0, 1), self.places)[None]
 
 
 class Pad(torch.autograd.Function):
-    """Copy tokens to their places. PyTorch would add up gradients, and padding has none to add."""
+    """Copy tokens (T, S) to their places (B L, S). PyTorch would add up gradients, and padding has none to add."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(places)
-        return tokens.index_select(0, rows)
+        return tokens.index_select(0, rows)  # (B L, S)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (places,) = ctx.saved_tensors
-        return gradient.index_select(0, places), None, None
+        return gradient.index_select(0, places), None, None  # (T, S)
 
 
 class Unpad(torch.autograd.Function):
-    """Copy tokens back from their places. The gradient of padding is 0."""
+    """Copy tokens (T, S) back from their places (B L, S). The gradient of padding is 0."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.size = len(padded)
-        return padded.index_select(0, places)
+        return padded.index_select(0, places)  # (T, S)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (places,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, gradient.shape[1]).index_copy_(0, places, gradient), None
+        return gradient.new_zeros(ctx.size, gradient.shape[1]).index_copy_(0, places, gradient), None  # (B L, S)
 
 
 PADDED = Layout()  # the layout of a model that always gets padded batches
@@ -126,14 +129,14 @@ def use_padding_free(model: PreTrainedModel) -> None:
 def attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each question. query, key, value: (1, heads, tokens, head size)."""
+    """Causal attention within each question. query, key, value: (1, H, T, K); key and value may have fewer heads."""
     heads = (query, key, value)
     query, key, value = (
         module.layout.pad(each.transpose(1, 2).flatten(2)).unflatten(-1, (each.shape[1], -1)).transpose(1, 2)
         for each in heads
-    )
-    output, _ = sdpa_attention_forward(module, query, key, value, None, **kwargs | {"is_causal": True})
-    return module.layout.unpad(output.flatten(2)).unflatten(-1, output.shape[2:]), None
+    )  # (B, H, L, K)
+    output, _ = sdpa_attention_forward(module, query, key, value, None, **kwargs | {"is_causal": True})  # (B, L, H, K)
+    return module.layout.unpad(output.flatten(2)).unflatten(-1, output.shape[2:]), None  # (1, T, H, K)
 
 
 AttentionInterface.register(NAME, attention)

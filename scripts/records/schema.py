@@ -63,12 +63,12 @@ class Git(Part):
     dirty: bool | None = None  # true if a file that the run reads differed from the commit
 
 
-class Knob(Part):
+class KnobValues(Part):
     requested: Any = None
     effective: Any = None
 
 
-class Settings(Part):
+class RecordedSettings(Part):
     """Knobs that the report uses. The record also has all other knobs and flags that were given."""
 
     model_name: str | None = None
@@ -216,8 +216,8 @@ class Record(Part):
     # backend, algorithm, transport
     bandwidth: dict[str, Any] | None = None
     versions: dict[str, str] = {}  # versions of the workshop (from pyproject.toml), Python and packages
-    knobs: dict[str, Knob] = {}
-    settings: Settings = Settings()
+    knobs: dict[str, KnobValues] = {}
+    settings: RecordedSettings = RecordedSettings()
     origins: dict[str, str] = {}  # flag -> source of its value: flag, submission, site, experiment, variable
     # model: the values of config.json that differ from transformers' defaults. deepspeed, fsdp: the config in effect,
     # with every "auto" replaced by a value

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import KNOBS
-from reporting.classroom_runs import Cell, ClassReader, Participant
+from reporting.classroom_runs import ClassCell, ClassReader, Participant
 from reporting.page import GENERATOR, content_policy, page_environment
 from reporting.render import describe_gpu_hours
-from reporting.runs import INCOMPLETE, Missing, Run
+from reporting.runs import INCOMPLETE, Missing, ReportedRun
 from reporting.tables import traits
 from reporting.trainer_log import done_percent, find_log, last_error, log_end
 
@@ -44,7 +44,7 @@ OTHER_STATUSES = {INCOMPLETE: "failed", "timeout": "stopped"}
 FAILURES = ("failed", "oom", "stopped")
 
 
-def state_name(run: Run | None) -> str:
+def state_name(run: ReportedRun | None) -> str:
     """Return the key of a run's state in STATES."""
     if run and run.unreadable:
         return "unreadable"
@@ -89,8 +89,8 @@ class Place:
     """A job on the page. anchor: its HTML id, which has no job id, because a job id may contain a name."""
 
     participant: Participant
-    cell: Cell
-    run: Run
+    cell: ClassCell
+    run: ReportedRun
     anchor: str
 
 
@@ -148,12 +148,12 @@ def render_class(reader: ClassReader, participants: list[Participant], numbers: 
     )
 
 
-def cell_state(cell: Cell) -> str:
+def cell_state(cell: ClassCell) -> str:
     """Return the key of a cell's state in STATES."""
     return state_name(cell.run) or ("unreadable" if cell.problem else "")
 
 
-def percent(run: Run) -> int:
+def percent(run: ReportedRun) -> int:
     return done_percent(log_end(find_log(run.folder, run.job_id)))
 
 
@@ -163,16 +163,16 @@ def column_heads(experiments: list[str]) -> list[tuple[str, list[str]]]:
     return [(parent, [name for *_, name in group]) for parent, group in groupby(split, key=lambda parts: parts[0])]
 
 
-def sum_gpu_hours(runs: list[Run]) -> float | None:
+def sum_gpu_hours(runs: list[ReportedRun]) -> float | None:
     """Return the GPU-hours of the runs whose end was recorded, None if there are none."""
-    found = [hours for hours in map(Run.gpu_hours, runs) if not isinstance(hours, Missing)]
+    found = [hours for hours in map(ReportedRun.gpu_hours, runs) if not isinstance(hours, Missing)]
     return sum(found) if found else None
 
 
 # --- failures
 
 
-def failure_line(run: Run) -> str:
+def failure_line(run: ReportedRun) -> str:
     """Return the error line of a failed job, otherwise what its record or its log says about its end."""
     error = "" if state_name(run) == "stopped" else last_error(log_end(find_log(run.folder, run.job_id)))
     return error or "; ".join([*run.status_notes, *run.problems]) or run.status
@@ -211,7 +211,7 @@ def find_outliers(places: Iterable[Place], names: Names) -> dict[tuple[str, str]
     return groups
 
 
-def unusual_settings(runs: list[Run]) -> list[list[str]]:
+def unusual_settings(runs: list[ReportedRun]) -> list[list[str]]:
     """Return for each run its settings that differ from those of more than half of the runs."""
     variables = {knob.flag: knob.variable for knob in KNOBS}
     found = [traits(run) for run in runs]

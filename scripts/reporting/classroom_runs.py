@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from job.end_of_job import QueuedJob, queued_jobs
-from reporting.runs import Run, add_resume_hints, find_runs_in_folder
+from reporting.runs import ReportedRun, add_resume_hints, find_runs_in_folder
 from shared.errors import WorkshopError, did_you_mean
 from shared.paths import EXPERIMENTS
 
@@ -31,21 +31,21 @@ def afternoon_experiments() -> list[str]:
 
 
 @dataclass
-class Cell:
+class ClassCell:
     """The jobs of one participant in one experiment, oldest first. problem: why a part of them cannot be read."""
 
     experiment: str
-    jobs: list[Run] = field(default_factory=list)
+    jobs: list[ReportedRun] = field(default_factory=list)
     problem: str = ""
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> ReportedRun | None:
         """The job that decides the cell's state: the latest completed one, otherwise the newest."""
         candidates = [job for job in self.jobs if job.completed] or self.jobs
         return candidates[-1] if candidates else None
 
     @property
-    def newer(self) -> Run | None:
+    def newer(self) -> ReportedRun | None:
         """The newest job, if it is newer than the one that decides the state."""
         return self.jobs[-1] if self.jobs and self.jobs[-1] is not self.run else None
 
@@ -56,11 +56,11 @@ class Participant:
 
     name: str
     clone: Path
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[ClassCell] = field(default_factory=list)
     problem: str = ""
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ReportedRun]:
         return [job for cell in self.cells for job in cell.jobs]
 
 
@@ -70,7 +70,7 @@ class FolderState:
 
     changed: list[int]
     settled: bool
-    runs: list[Run]
+    runs: list[ReportedRun]
     problem: str
 
 
@@ -111,7 +111,7 @@ class ClassReader:
             folder = clone / "experiments" / experiment
             state = self.read_folder(folder)
             queued = queue.get(f"{real}/{experiment}", {}) | queue.get(str(folder), {})
-            participant.cells.append(Cell(experiment, add_queued_jobs(folder, state.runs, queued), state.problem))
+            participant.cells.append(ClassCell(experiment, add_queued_jobs(folder, state.runs, queued), state.problem))
         return participant
 
     def read_folder(self, folder: Path) -> FolderState:
@@ -156,7 +156,7 @@ def unreadable_part(folder: Path) -> str:
     return ""
 
 
-def add_queued_jobs(folder: Path, runs: list[Run], queue: dict[str, QueuedJob]) -> list[Run]:
+def add_queued_jobs(folder: Path, runs: list[ReportedRun], queue: dict[str, QueuedJob]) -> list[ReportedRun]:
     """Return the runs with the states that only Slurm knows: waiting, and running before there is a record."""
     jobs = []
     for run in runs:
@@ -171,8 +171,8 @@ def add_queued_jobs(folder: Path, runs: list[Run], queue: dict[str, QueuedJob]) 
     return sorted(jobs, key=lambda job: (job.status == "waiting", job.sort_key))
 
 
-def queued_run(folder: Path, job_id: str, queued: QueuedJob) -> Run:
-    run = Run(folder, job_id, datetime.now(UTC), status="running")
+def queued_run(folder: Path, job_id: str, queued: QueuedJob) -> ReportedRun:
+    run = ReportedRun(folder, job_id, datetime.now(UTC), status="running")
     if queued.state == "PENDING":
         run.status = "waiting"
         run.status_notes.append(queued.reason)

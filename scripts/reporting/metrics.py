@@ -12,7 +12,7 @@ from numpy import format_float_positional
 
 from config import has_random_weights
 from records.schema import Profile
-from reporting.runs import Missing, Run
+from reporting.runs import Missing, ReportedRun
 
 MIB_PER_GIB = 1024
 BYTES_PER_MIB = 2**20
@@ -20,14 +20,14 @@ HELD = {"parameters": "held_parameters", "gradients": "held_gradients", "optimiz
 MAX_EPOCHS = 20  # A table has at most this many columns for evaluation losses.
 
 Value = Any  # a number, a text or a Missing
-Read = Callable[[Run], Value]
+Read = Callable[[ReportedRun], Value]
 
 
 @dataclass(frozen=True)
 class Metric:
     header: str
     read: Read
-    note: Callable[[Run], str] = lambda run: ""  # shown next to the value
+    note: Callable[[ReportedRun], str] = lambda run: ""  # shown next to the value
 
 
 # --- values of a run
@@ -36,7 +36,7 @@ class Metric:
 def recorded(path: str, scale: float = 1) -> Read:
     """A number of the run record."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         value = run.get(path)
         return value if scale == 1 or isinstance(value, Missing) else value / scale
 
@@ -46,7 +46,7 @@ def recorded(path: str, scale: float = 1) -> Read:
 def logged(kind: str, statistic: str, scale: float = 1) -> Read:
     """A number of the memory logs. kind: `gpu` or `cpu`. statistic: `peak`, `minimum` or `mean`."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         memory = getattr(run, kind)
         return memory if isinstance(memory, Missing) else getattr(memory, statistic) / scale
 
@@ -56,19 +56,19 @@ def logged(kind: str, statistic: str, scale: float = 1) -> Read:
 def eval_loss(epoch: int) -> Metric:
     """Loss of the n-th evaluation. Its note gives the exact epoch: the last evaluation may be at 2.93 instead of 3."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         evaluations = run.record.eval
         if run.completed and len(evaluations) < epoch:
             return Missing(f"evaluations: {len(evaluations)}")
         return run.get(f"eval.{epoch - 1}.loss")
 
-    def note(run: Run) -> str:
+    def note(run: ReportedRun) -> str:
         return f"epoch {run.record.eval[epoch - 1].epoch:.4g}"
 
     return Metric(f"Eval Loss (Epoch {epoch})", read, note)
 
 
-def questions_note(run: Run) -> str:
+def questions_note(run: ReportedRun) -> str:
     settings = run.record.settings
     random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
     reason = ", random weights" if random and run.record.f1 == 0 else ""
@@ -78,7 +78,7 @@ def questions_note(run: Run) -> str:
 def score(name: str) -> Read:
     """Exact Match or F1, in percent."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         value = run.get(name)
         left_out = isinstance(value, Missing) and run.completed and run.record.settings.em_f1 is False
         return Missing("the run had EM_F1=False") if left_out else value
@@ -86,7 +86,7 @@ def score(name: str) -> Read:
     return read
 
 
-def padding(run: Run) -> Value:
+def padding(run: ReportedRun) -> Value:
     """Share of padding in all tokens that the model processed, in percent."""
     real, padded = run.get("train.real_tokens"), run.get("train.padding_tokens")
     if isinstance(real, Missing) or isinstance(padded, Missing):
@@ -97,7 +97,7 @@ def padding(run: Run) -> Value:
 def profiled(number: Callable[[Profile], float]) -> Read:
     """Mean of a number over all ranks of a profiled run."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         if not run.record.profile:
             return Missing(run.record.missing.get("profile") or "the run had no --profile")
         return statistics.fmean(map(number, run.record.profile))
@@ -113,14 +113,14 @@ def share_of_step(part: str) -> Read:
 def largest(ranks: str, part: str, scale: float = 1) -> Read:
     """Maximum of a number over all ranks. ranks: a list in the run record with one entry per rank."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         found = [getattr(rank, part) for rank in getattr(run.record, ranks) or []]
         return max(found) / scale if found and None not in found else run.explain_missing(f"{ranks}.{part}")
 
     return read
 
 
-def held_state(run: Run) -> Value:
+def held_state(run: ReportedRun) -> Value:
     """Sum of the parameters, gradients and optimizer state that a rank held, in MiB."""
     parts = [metric_value(column, run) for column in HELD.values()]
     return next((part for part in parts if isinstance(part, Missing)), None) or sum(parts)
@@ -132,14 +132,14 @@ def steady_energy(name: str) -> Read:
     The record has one reason for all of these values, under the name of the joules.
     """
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         value = run.get(f"energy.{name}")
         return run.explain_missing("energy.steady_joules") if isinstance(value, Missing) else value
 
     return read
 
 
-def power_share(run: Run) -> Value:
+def power_share(run: ReportedRun) -> Value:
     """Mean power of a GPU during the steady steps, in percent of its power limit."""
     watts, limit = steady_energy("mean_watts")(run), run.get("hardware.gpu_power_limit_w")
     for value in (watts, limit):
@@ -151,14 +151,14 @@ def power_share(run: Run) -> Value:
 def activity(part: str) -> Read:
     """Mean activity of a part of the GPU over the first GPU of each node, in percent. part: a field of GpuActivity."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         nodes = run.record.gpu_activity
         return statistics.fmean(getattr(node, part) for node in nodes) if nodes else run.explain_missing("gpu_activity")
 
     return read
 
 
-def peak_process(run: Run) -> Value:
+def peak_process(run: ReportedRun) -> Value:
     """Largest resident memory of a rank's process, as the kernel counts it."""
     return max(run.record.peak_process_mib or [], default=run.explain_missing("peak_process_mib"))
 
@@ -177,7 +177,7 @@ def predict_memory(record: str) -> Any:
 def estimated(part: str) -> Read:
     """A prediction of estimate_memory.py for the settings of the run. part: a field of Predicted."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         if not run.record.configs:
             return Missing("no GPU" if part == "gpu_mib" and run.record.hardware.gpus == 0
                            else "the run record has no configs to predict from")  # fmt: skip
@@ -195,7 +195,7 @@ def estimated(part: str) -> Read:
 def difference(measured: Read, predicted: Read) -> Read:
     """Measured minus predicted value, in percent of the prediction."""
 
-    def read(run: Run) -> Value:
+    def read(run: ReportedRun) -> Value:
         found, expected = measured(run), predicted(run)
         for value in (found, expected):
             if isinstance(value, Missing):
@@ -240,7 +240,7 @@ METRICS = {
     "callback_gpu_gib": Metric("GPU memory, callback (GiB)", recorded("callbacks.avg_mem_alloc_MB", MIB_PER_GIB)),
     "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
-    "gpu_hours": Metric("GPU-hours", Run.gpu_hours),
+    "gpu_hours": Metric("GPU-hours", ReportedRun.gpu_hours),
     "kwh": Metric("kWh", recorded("energy.kwh")),
     "joules_per_question": Metric("J per question", steady_energy("joules_per_question")),
     "joules_per_1000_tokens": Metric("J per 1,000 real tokens", steady_energy("joules_per_1000_tokens")),
@@ -278,7 +278,7 @@ METRICS = {
 }
 
 
-def metric_value(metric: str, run: Run) -> Value:
+def metric_value(metric: str, run: ReportedRun) -> Value:
     """Return a number, a text or a Missing. Call this only for metrics that are shown, because a prediction is slow."""
     return METRICS[metric].read(run)
 
@@ -345,7 +345,7 @@ class Cell:
         return text if self.spread is None else f"{text} ± {format_rounded(self.spread, places)} ({self.count})"
 
 
-def build_metric_cell(metric: str, runs: list[Run]) -> Cell:
+def build_metric_cell(metric: str, runs: list[ReportedRun]) -> Cell:
     """Build a cell with the value of one run, or with mean and sample standard deviation over several runs."""
     values = [metric_value(metric, run) for run in runs]
     found = [value for value in values if not isinstance(value, Missing)]

@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 from reporting import render
 from reporting.render import Plot
-from reporting.runs import NO_JOB_SCRIPT, WITHOUT_EXPERIMENT, Run
-from reporting.tables import Row, Table
+from reporting.runs import NO_JOB_SCRIPT, WITHOUT_EXPERIMENT, ReportedRun
+from reporting.tables import Table, TableRow
 from reporting.trainer_log import find_log
 from shared.paths import workshop_version
 
@@ -28,7 +28,7 @@ LONGEST_JOB_ID = 12  # characters of an id that a table shows whole
 SHORTEST_END = 3  # characters of a longer id that a table shows at least
 
 
-def render_page(tables: list[Table], runs: list[Run], plots: dict[str, list[Plot]], summary: list[str]) -> str:
+def render_page(tables: list[Table], runs: list[ReportedRun], plots: dict[str, list[Plot]], summary: list[str]) -> str:
     """Return the whole report as HTML.
 
     runs: all runs, oldest first. plots: table name -> its plots, which the page embeds.
@@ -88,7 +88,7 @@ def page_environment() -> jinja2.Environment:
     return environment
 
 
-def page_title(runs: list[Run]) -> str:
+def page_title(runs: list[ReportedRun]) -> str:
     """Return the experiment family if all runs belong to one, otherwise the name of the workshop's site.
 
     The family is the folder below `experiments`.
@@ -100,7 +100,7 @@ def page_title(runs: list[Run]) -> str:
     return family
 
 
-def short_job_ids(runs: list[Run]) -> dict[str, str]:
+def short_job_ids(runs: list[ReportedRun]) -> dict[str, str]:
     """Map each job id to a text for the tables. A long id is shortened to the last words that no other id ends with."""
     ids = {run.job_id for run in runs}
     found = {}
@@ -111,7 +111,7 @@ def short_job_ids(runs: list[Run]) -> dict[str, str]:
     return found
 
 
-def run_anchors(runs: list[Run]) -> dict[Run, str]:
+def run_anchors(runs: list[ReportedRun]) -> dict[ReportedRun, str]:
     """Return a unique HTML id for the section of each run. Jobs of two folders may have the same job id."""
     taken: Counter[str] = Counter()
     anchors = {}
@@ -122,7 +122,7 @@ def run_anchors(runs: list[Run]) -> dict[Run, str]:
     return anchors
 
 
-def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
+def runs_by_status(runs: list[ReportedRun]) -> list[tuple[str, list[ReportedRun]]]:
     """Group the runs by status. Completed runs are left out, except those with problems, which come last."""
     statuses = sorted({run.status for run in runs} - {"completed"})
     found = [(status, [run for run in runs if run.status == status]) for status in statuses]
@@ -130,9 +130,9 @@ def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     return found + ([("completed, incomplete", damaged)] if damaged else [])
 
 
-def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
+def mismatched_rows(tables: list[Table]) -> list[tuple[Table, TableRow]]:
     """Return the rows that cannot be compared with the others. A run with the same mismatches is returned only once."""
-    found: dict[tuple, tuple[Table, Row]] = {}
+    found: dict[tuple, tuple[Table, TableRow]] = {}
     for table in tables:
         for row in table.rows:
             if row.run and row.mismatches:
@@ -140,7 +140,7 @@ def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
     return list(found.values())
 
 
-def shorten_paths(text: str, run: Run | None) -> str:
+def shorten_paths(text: str, run: ReportedRun | None) -> str:
     """Make paths in the text relative to the run's folder."""
     return text.replace(f"{run.folder}/", "") if run else text
 

@@ -20,8 +20,8 @@ from job.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_
 from reporting.colours import PARTS
 from reporting.metrics import HELD, format_number, metric_value
 from reporting.render import Plot
-from reporting.runs import NO_MEMORY, Missing, Run
-from reporting.tables import Row, Table
+from reporting.runs import NO_MEMORY, Missing, ReportedRun
+from reporting.tables import Table, TableRow
 from reporting.trainer_log import entries, find_log
 
 FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks a plot of this width
@@ -84,14 +84,14 @@ def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes
     return figure, axes
 
 
-def legend_name(row: Row) -> str:
+def legend_name(row: TableRow) -> str:
     """Return the row's label. A status other than completed, or "not comparable", is added in parentheses."""
     if row.run and not row.run.completed:
         return f"{row.label} ({row.run.status})"
     return f"{row.label} (not comparable)" if row.mismatches else row.label
 
 
-def drawable_number(table: Table, row: Row, column: str) -> float | None:
+def drawable_number(table: Table, row: TableRow, column: str) -> float | None:
     """Return the number of a completed run in this column, or None if it is missing or not finite."""
     if column not in table.definition.columns or not row.run or not row.run.completed:
         return None
@@ -142,13 +142,13 @@ def draw_loss(table: Table) -> Figure | None:
     return figure
 
 
-def training_losses(run: Run) -> Points:
+def training_losses(run: ReportedRun) -> Points:
     """Return (epoch, loss) for each logged step."""
     logged = [entry for entry in entries(find_log(run.folder, run.job_id)) if {"epoch", "loss"} <= entry.keys()]
     return [(entry["epoch"], entry["loss"]) for entry in logged if math.isfinite(entry["loss"])]
 
 
-def evaluation_losses(run: Run) -> Points:
+def evaluation_losses(run: ReportedRun) -> Points:
     return [(each.epoch, each.loss) for each in run.record.eval if each.loss is not None and math.isfinite(each.loss)]
 
 
@@ -201,7 +201,7 @@ class Logged:
     start: float
 
 
-def read_logged(run: Run, kind: str) -> Logged:
+def read_logged(run: ReportedRun, kind: str) -> Logged:
     """Read the curves of a run. kind: `GPU` or `CPU`."""
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
@@ -212,7 +212,7 @@ def read_logged(run: Run, kind: str) -> Logged:
     return Logged(log.curve(name), log.power_curve(name), log.start(name))
 
 
-def draw_pauses(axis: Axes, runs: list[Run], gpus: list[Logged]) -> None:
+def draw_pauses(axis: Axes, runs: list[ReportedRun], gpus: list[Logged]) -> None:
     """Draw the evaluations and saves of each run as a line of bars above the axis."""
     found = [
         (run.record.pauses, gpu.start, style)
@@ -265,7 +265,7 @@ def draw_held(table: Table) -> Figure | None:
     return figure
 
 
-def predicted_state(row: Row) -> float | None:
+def predicted_state(row: TableRow) -> float | None:
     """Return the predicted MiB of model state that a rank of this row's run holds, or None without a prediction."""
     assert row.run
     parts = [metric_value(column.replace("held", "estimated"), row.run) for column in HELD.values()]

@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 
 from reporting.metrics import Cell, format_number
 from reporting.render import join_first, plural
-from reporting.runs import Run
-from reporting.tables import Row, Table, traits
+from reporting.runs import ReportedRun
+from reporting.tables import Table, TableRow, traits
 from shared.errors import WorkshopError, one_line
 from shared.json_files import read_checked, write_json
 
@@ -64,7 +64,7 @@ def write_numbers(tables: list[Table], output: Path) -> None:
     write_json(output / NUMBERS_FILE, numbers.model_dump(by_alias=True, exclude_defaults=True))
 
 
-def row_numbers(row: Row, table: Table) -> RowNumbers:
+def row_numbers(row: TableRow, table: Table) -> RowNumbers:
     run = row.repeats[0]
     return RowNumbers(
         label=row.label,
@@ -80,7 +80,7 @@ def row_numbers(row: Row, table: Table) -> RowNumbers:
     )
 
 
-def defining_settings(run: Run) -> dict[str, str]:
+def defining_settings(run: ReportedRun) -> dict[str, str]:
     """Return the settings that the numbers of a run depend on, the most important ones first."""
     record = run.record
     counts = {"ranks": record.world_size, "nodes": len(record.nodes) or None, "CPU cores": record.hardware.cpus}
@@ -124,7 +124,7 @@ def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: 
     return [one_line(line) for line in lines]
 
 
-def compare_row(table: Table, row: Row, entry: RowNumbers) -> int:
+def compare_row(table: Table, row: TableRow, entry: RowNumbers) -> int:
     """Compare the numbers and the settings of a row. Returns the number of compared numbers."""
     own, theirs = defining_settings(row.repeats[0]), entry.settings
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from reporting.metrics import decimals, format_number
-from reporting.runs import Missing, Run
-from reporting.tables import Row, Table
+from reporting.runs import Missing, ReportedRun
+from reporting.tables import Table, TableRow
 from shared.errors import one_line
 
 MAX_LISTED = 5
@@ -87,13 +87,13 @@ def hardware_line(table: Table) -> str:
     return " · ".join([*parts, f"GPU-hours: {describe_gpu_hours(runs)}"])
 
 
-def describe_hardware(run: Run) -> str:
+def describe_hardware(run: ReportedRun) -> str:
     hardware = run.record.hardware
     cores = f" ({hardware.cpus} cores)" if hardware.cpus else ""
     return hardware.gpu or (f"{hardware.cpu}{cores}, no GPU" if hardware.cpu else "not recorded")
 
 
-def describe_gpu_hours(runs: list[Run]) -> str:
+def describe_gpu_hours(runs: list[ReportedRun]) -> str:
     """Return the sum of the known GPU-hours, and the number of runs without a value, with the reasons.
 
     If the energy of a run is known, the sum of the known kWh follows.
@@ -107,7 +107,7 @@ def describe_gpu_hours(runs: list[Run]) -> str:
     return f"{format_number(sum(known))} in {plural(len(known), 'run')}{lacking}{describe_energy(runs)}"
 
 
-def describe_energy(runs: list[Run]) -> str:
+def describe_energy(runs: list[ReportedRun]) -> str:
     """Return the sum of the known kWh, with the number of runs if it is not known for all. Empty if none is known."""
     energy = [run.get("energy.kwh") for run in runs]
     known = [kwh for kwh in energy if not isinstance(kwh, Missing)]
@@ -129,12 +129,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def table_remarks(table: Table, left_out: Collection[str] = ()) -> dict[str, list[Row]]:
+def table_remarks(table: Table, left_out: Collection[str] = ()) -> dict[str, list[TableRow]]:
     """Map each remark to its rows. The reason for an empty cell is a remark, too.
 
     left_out: columns that are not shown.
     """
-    found: dict[str, list[Row]] = defaultdict(list)
+    found: dict[str, list[TableRow]] = defaultdict(list)
     for row in table.rows:
         # A transposed table has a column for notes, which already contains the reasons.
         reasons = [] if table.definition.transpose or not row.run else empty_cells(table, row, left_out)
@@ -143,7 +143,7 @@ def table_remarks(table: Table, left_out: Collection[str] = ()) -> dict[str, lis
     return found
 
 
-def empty_cells(table: Table, row: Row, left_out: Collection[str] = ()) -> list[str]:
+def empty_cells(table: Table, row: TableRow, left_out: Collection[str] = ()) -> list[str]:
     """List the row's empty columns by reason, except those in left_out."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, cell in zip(table.definition.headers, row.cells, strict=True):

@@ -55,7 +55,7 @@ NO_JOB_SCRIPT = Missing("no job script started this run, so there is no memory l
 
 
 @dataclass(eq=False)
-class Run:
+class ReportedRun:
     folder: Path
     job_id: str
     written: datetime  # time of the last write to the record (without a record, to the log)
@@ -141,7 +141,7 @@ class Run:
         return self.record.hardware.gpus * seconds / 3600
 
 
-def find_runs(folders: list[Path]) -> list[Run]:
+def find_runs(folders: list[Path]) -> list[ReportedRun]:
     """Return all runs below the folders, oldest first. A folder may also be the `results` folder of an experiment."""
     runs = [run for place in run_folders(folders) for run in find_runs_in_folder(place)]
     add_resume_hints(runs)
@@ -186,7 +186,7 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
     raise WorkshopError("--job", f"no run has the id {job_id}", "give a job id, or the path of results/<job_id>.json")
 
 
-def find_runs_in_folder(folder: Path, starting: bool = False) -> list[Run]:
+def find_runs_in_folder(folder: Path, starting: bool = False) -> list[ReportedRun]:
     """Return the runs of one folder. Some have a record, some only memory logs, and some only a job log.
 
     A job log without an error line is ignored in two cases: the job is still waiting or running, or its summary says
@@ -210,7 +210,7 @@ def find_runs_in_folder(folder: Path, starting: bool = False) -> list[Run]:
         if error or not (status == "completed" or alive):
             runs.append(run_without_record(folder, job_id, path))
         elif alive and starting:
-            runs.append(Run(folder, job_id, last_written(path), status="running"))
+            runs.append(ReportedRun(folder, job_id, last_written(path), status="running"))
     return runs
 
 
@@ -226,9 +226,9 @@ def last_written(path: Path) -> datetime:
         return datetime.now(UTC)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ReportedRun:
     """Read a run from its record. If the record is unreadable, the run is incomplete; that is not an error."""
-    run = Run(path.parent.parent, path.stem, last_written(path), path=path)
+    run = ReportedRun(path.parent.parent, path.stem, last_written(path), path=path)
     log = find_log(run.folder, run.job_id)
     if problem := read_problem(log):
         run.problems.append(f"{log}: {problem}")
@@ -250,7 +250,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def set_status(run: Run) -> None:
+def set_status(run: ReportedRun) -> None:
     """Set the run's status and notes from its record.
 
     If the job has ended and its record still says `running`, the run has failed.
@@ -286,7 +286,7 @@ def set_status(run: Run) -> None:
         notes.append("memory peaks include compilation")
 
 
-def add_resume_hints(runs: list[Run]) -> None:
+def add_resume_hints(runs: list[ReportedRun]) -> None:
     """Note the checkpoint of each stopped run, unless one of these runs has already resumed from it."""
     resumed_from = {(run.folder, run.record.resumed_from) for run in runs}
     for run in runs:
@@ -295,9 +295,9 @@ def add_resume_hints(runs: list[Run]) -> None:
             run.status_notes.append(f"resume with --resume_from_checkpoint {stop.checkpoint}")
 
 
-def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
+def run_without_record(folder: Path, job_id: str, file: Path) -> ReportedRun:
     """Return the run of a job without a record. file: its job log or one of its memory logs."""
-    run = Run(folder, job_id, last_written(file))
+    run = ReportedRun(folder, job_id, last_written(file))
     log = find_log(folder, job_id)
     text = log_end(log)
     status, code = read_summary(text)
@@ -318,7 +318,7 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
     return run
 
 
-def add_memory(run: Run) -> None:
+def add_memory(run: ReportedRun) -> None:
     """Set the run's GPU and CPU memory from the memory logs of all nodes."""
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     hardware = run.record.hardware
@@ -335,7 +335,7 @@ def add_memory(run: Run) -> None:
     run.cpu = summarise_memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
 
 
-def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory | Missing:
+def summarise_memory(run: ReportedRun, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory | Missing:
     """Summarise the logs of all nodes. Returns a Missing if they do not cover all nodes and GPUs of the job.
 
     series_per_node: the expected number of GPUs (for CPU memory, 1) per log; 0 if unknown.
@@ -351,7 +351,7 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
     return Memory(max(samples), min(samples), sum(samples) / len(samples)) if samples else NO_MEMORY
 
 
-def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:
+def missing_part(run: ReportedRun, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:
     """Name the part of the job that is not in these logs. The text is empty if they cover the whole job."""
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
@@ -369,7 +369,7 @@ def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: in
     return ""
 
 
-def uncovered_time(log: MemoryLog, run: Run) -> list[str]:
+def uncovered_time(log: MemoryLog, run: ReportedRun) -> list[str]:
     """Return a problem if the log covers less than the training. Two intervals at each end may be missing."""
     train = run.record.train
     # After a resume, the runtime is the sum over all jobs of this training, and the log covers only this job.

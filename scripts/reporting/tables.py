@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from config import DEFAULTS_OF_TRANSFORMERS
 from reporting.definitions import TableDefinition
 from reporting.metrics import Cell, build_metric_cell, relate
-from reporting.runs import INCOMPLETE, Run
+from reporting.runs import INCOMPLETE, ReportedRun
 
 # Settings that may differ between comparable runs, such as paths. Data size, precision and optimizer are compared
 # separately.
@@ -21,7 +21,7 @@ ADAMW = {"adamw_torch_fused", "adamw_torch", "FusedAdam", "DeepSpeedCPUAdam"}
 
 
 @dataclass
-class Row:
+class TableRow:
     """A row of a table. run: the run that the row shows, or None if the experiment has no run yet.
 
     repeats: the runs whose numbers the cells contain, with `run` first.
@@ -29,8 +29,8 @@ class Row:
 
     label: str
     experiment: str
-    run: Run | None
-    repeats: list[Run]
+    run: ReportedRun | None
+    repeats: list[ReportedRun]
     cells: list[Cell] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)  # reasons why the row is not comparable with the other rows
@@ -59,7 +59,7 @@ class Table:
     """A table: its definition, and its rows with the numbers of the runs."""
 
     definition: TableDefinition
-    rows: list[Row]
+    rows: list[TableRow]
 
     @property
     def has_runs(self) -> bool:
@@ -69,7 +69,7 @@ class Table:
 # --- comparability of runs
 
 
-def traits(run: Run) -> dict[str, str]:
+def traits(run: ReportedRun) -> dict[str, str]:
     """Return the settings and hardware that must be equal for two runs to compare."""
     record, settings = run.record, run.record.settings
     found = {name: str(value) for name, value in settings if name not in NOT_TRAITS and value is not None}
@@ -88,7 +88,7 @@ def traits(run: Run) -> dict[str, str]:
     return found
 
 
-def trait_differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
+def trait_differences(run: ReportedRun, other: ReportedRun, varies: Collection[str] = ()) -> str:
     """Describe why two runs are not comparable, empty if they are comparable. varies: traits that may differ."""
     own = traits(run)
     theirs = traits(other)
@@ -97,7 +97,7 @@ def trait_differences(run: Run, other: Run, varies: Collection[str] = ()) -> str
     return "; ".join([*found, *sorted({*run.record.overrides} ^ {*other.record.overrides})])
 
 
-def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, list[str]]:
+def find_mismatches(runs: list[ReportedRun], varies: Collection[str] = ()) -> dict[ReportedRun, list[str]]:
     """Return for each run the reasons why it is not comparable with most experiments. varies: traits that may differ.
 
     The usual value of a trait is the most common one over the experiments. In a tie, the latest run's value counts.
@@ -116,7 +116,7 @@ def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, 
     return mismatches
 
 
-def preference(run: Run, mismatches: Collection[str] = ()) -> tuple:
+def preference(run: ReportedRun, mismatches: Collection[str] = ()) -> tuple:
     """Return a sort key that puts an experiment's best run last: the latest completed run with the fewest mismatches.
 
     A run that differs from its script, or that the profiler slowed down, comes before all other completed runs.
@@ -128,9 +128,9 @@ def preference(run: Run, mismatches: Collection[str] = ()) -> tuple:
 # --- tables
 
 
-def build_tables(definitions: list[TableDefinition], runs: list[Run], all_runs: bool = False) -> list[Table]:
+def build_tables(definitions: list[TableDefinition], runs: list[ReportedRun], all_runs: bool = False) -> list[Table]:
     """Build all tables. A definition with `per_model` makes one table per model."""
-    by_experiment: dict[str, list[Run]] = defaultdict(list)
+    by_experiment: dict[str, list[ReportedRun]] = defaultdict(list)
     for run in runs:
         by_experiment[run.experiment].append(run)
     tables = []
@@ -153,7 +153,7 @@ def build_tables(definitions: list[TableDefinition], runs: list[Run], all_runs: 
     return tables
 
 
-def find_models(candidates: dict[str, list[Run]]) -> list[str]:
+def find_models(candidates: dict[str, list[ReportedRun]]) -> list[str]:
     """Return the models of these runs, the smallest first. If no run has a model, return one empty name."""
     sizes: dict[str, int] = {}
     for run in (run for runs in candidates.values() for run in runs):
@@ -161,7 +161,7 @@ def find_models(candidates: dict[str, list[Run]]) -> list[str]:
     return sorted(filter(None, sizes), key=lambda model: (sizes[model], model)) or [""]
 
 
-def select_model(candidates: dict[str, list[Run]], model: str) -> dict[str, list[Run]]:
+def select_model(candidates: dict[str, list[ReportedRun]], model: str) -> dict[str, list[ReportedRun]]:
     """Keep the runs of one model. Runs without a known model stay if their experiment has a run of this model."""
     kept = {name for name, runs in candidates.items() if any(run.model == model for run in runs)}
     return {
@@ -170,7 +170,7 @@ def select_model(candidates: dict[str, list[Run]], model: str) -> dict[str, list
 
 
 def build_table(
-    definition: TableDefinition, candidates: dict[str, list[Run]], all_runs: bool = False, model: str = ""
+    definition: TableDefinition, candidates: dict[str, list[ReportedRun]], all_runs: bool = False, model: str = ""
 ) -> Table:
     """Build one table. candidates: experiment -> its runs. model: the model to add to the table's id and title."""
     varies = definition.varies
@@ -182,7 +182,7 @@ def build_table(
     repeated = {name: select_repeats(chosen[name], runs, all_runs) for name, runs in candidates.items()}
     rows = []
     for entry, reference in zip(definition.rows, definition.references, strict=True):
-        row = Row(entry.label, entry.experiment, chosen[entry.experiment], repeated[entry.experiment])
+        row = TableRow(entry.label, entry.experiment, chosen[entry.experiment], repeated[entry.experiment])
         rows.append(row)
         if not row.run:
             row.cells = [Cell(None, "no run yet") for _ in definition.columns]
@@ -202,18 +202,18 @@ def build_table(
     return Table(definition, rows)
 
 
-def list_runs(definition: TableDefinition, runs: list[Run]) -> Table:
+def list_runs(definition: TableDefinition, runs: list[ReportedRun]) -> Table:
     """Build a table with a row for each run. The rows are not compared with each other."""
     table = build_table(definition, {})
     for run in runs:
-        row = Row(run.experiment, run.experiment, run, [run], mismatches=run.record.overrides)
+        row = TableRow(run.experiment, run.experiment, run, [run], mismatches=run.record.overrides)
         row.cells = [build_metric_cell(metric, [run]) for metric in definition.columns]
         row.remarks = row_remarks(row, [run], {run: row.mismatches}, all_runs=False)
         table.rows.append(row)
     return table
 
 
-def select_repeats(chosen: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
+def select_repeats(chosen: ReportedRun | None, runs: list[ReportedRun], all_runs: bool) -> list[ReportedRun]:
     """Return the chosen run. With `all_runs`, add the completed runs of its experiment that compare with it."""
     if not chosen or not all_runs or not chosen.completed:
         return [chosen] if chosen else []
@@ -221,7 +221,7 @@ def select_repeats(chosen: Run | None, runs: list[Run], all_runs: bool) -> list[
     return [chosen, *(run for run in others if not trait_differences(run, chosen))]
 
 
-def build_cell(column: str, row: Row, bases: list[Run], base_name: str, varies: Collection[str]) -> Cell:
+def build_cell(column: str, row: TableRow, bases: list[ReportedRun], base_name: str, varies: Collection[str]) -> Cell:
     """Build a row's cell from its run or its repeats. bases: the runs of the reference experiment."""
     relation, _, metric = column.rpartition(".")
     if not relation:
@@ -242,7 +242,9 @@ def build_cell(column: str, row: Row, bases: list[Run], base_name: str, varies: 
     return relate(relation, own, reference, run.record.world_size or 1, base.record.world_size or 1)
 
 
-def row_remarks(row: Row, runs: list[Run], mismatches: dict[Run, list[str]], all_runs: bool) -> list[str]:
+def row_remarks(
+    row: TableRow, runs: list[ReportedRun], mismatches: dict[ReportedRun, list[str]], all_runs: bool
+) -> list[str]:
     """List the notes for a row: the end of its run, damaged files, mismatches, and a newer run that is not shown.
 
     runs: all runs of the experiment.

@@ -13,7 +13,7 @@ from records.schema import local_now
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
 from training.checkpoints import CheckpointCallback
-from training.gpu_activity import GpuActivity
+from training.gpu_activity import GpuActivityMeter
 from training.measured_memory import model_state_bytes, record_model_state, record_peaks
 from training.profiling import ProfileCallback
 from training.run_frame import Run
@@ -93,7 +93,7 @@ class MeasureCallback(TrainerCallback):
         run = self.run
         self.first_step = state.global_step  # 0 without a checkpoint
         self.speed = TrainSpeed(self.trainer, run.energy, run.flops, run.peak, run.settings.data.profile)
-        self.gpu_activity = GpuActivity(self.speed)
+        self.gpu_activity = GpuActivityMeter(self.speed)
         self.utilisation = Utilisation(self.record)
         self.trainer.keep_counts(self.speed)
         if self.first_step:

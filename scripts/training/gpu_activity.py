@@ -26,7 +26,7 @@ METRICS = {
 }
 
 
-class GpuActivity:
+class GpuActivityMeter:
     """Measure the activity of each node's first GPU over one steady step, or over several short ones.
 
     Profiled steps are not steady steps, so the profiler does not disturb the measurement.

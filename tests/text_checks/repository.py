@@ -1,4 +1,4 @@
-"""Check the pins, the promised names, the version, required lines of files, and the last lines of commands."""
+"""Check pins, promised names, the version, required lines of files, last lines of commands, and names of classes."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ OTHER_ENDS = (SCRIPTS / "job" / "on_node.py", SCRIPTS / "config.py")
 
 
 def findings() -> Iterator[str]:
-    return chain(pins(), expected_lines(), promised_names(), ends_of_commands())
+    return chain(pins(), expected_lines(), promised_names(), ends_of_commands(), names_of_classes())
 
 
 def read_pins(file: str) -> dict[str, str]:
@@ -73,3 +73,10 @@ def ends_of_commands() -> Iterator[str]:
         if guards != [end] * has_main or (has_main and end not in ENDS and path not in OTHER_ENDS):
             one_way = 'main(), and at the end `if __name__ == "__main__":` with run_program(main) of shared/errors.py'
             yield f"{relative_name(path)}: is neither a command nor a library; write {one_way}, or remove both"
+
+
+def names_of_classes() -> Iterator[str]:
+    """Check that a name means one class in the whole of scripts/."""
+    classes = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for name in sorted({name for name in classes if classes.count(name) > 1}):
+        yield f"scripts/: {classes.count(name)} classes have the name {name}; give each its own name"

@@ -36,5 +36,5 @@ def findings() -> Iterator[str]:
         for file in files.split()
         if file.endswith(".py") or (file.endswith(".sh") and does == "sets")
     }
-    says = (dict.fromkeys(each, "so") for each in (stated, found))
-    yield from differences("scripts/job/variables.py", "the code", *says)
+    table = "scripts/job/variables.py"
+    yield from differences(table, "the code", dict.fromkeys(stated, "so"), dict.fromkeys(found, "so"))

@@ -33,6 +33,7 @@ def end(code: int, /, number: int = 1, ranks: int = 8, **record: object) -> int:
     return end_attempt(PATH, RUN_DIR, attempt, code, False, ranks).code
 
 
+# The table in end_of_job.py. "..." stands for any words
 CELLS = r"^    (\S.*?)  +(\S.*?)  +(\S+)  +(\S.*?)  +->  (\S+)  +(\S+)  +(.+)"
 HEAD, *ROWS = re.findall(CELLS, end_of_job.__doc__, re.MULTILINE)
 
@@ -44,15 +45,14 @@ def test_an_attempt_ends_as_the_table_says(monkeypatch, capsys, training, first,
     monkeypatch.setattr(end_of_job, "queued_jobs", dict)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node3")
     exit_code, _, process = first.partition(" ")
-    later = (
-        "6 137 rank 6\n"  # does not count after a first failure, nor if the launcher of a completed training returns 0
-    )
-    run_file("exit_codes").write_text(f"{later}5 {first}\n" if process else later * training.startswith("completed"))
+    # Rank 6 failed later, which does not count. Without `process`, a launcher returns the exit code, and 0 wins
+    notes = f"6 137 rank 6\n5 {first}\n" if process else "6 137 rank 6\n" * training.startswith("completed")
+    run_file("exit_codes").write_text(notes)
     if training != "-":
         ended, its_code, noted = re.fullmatch(r"(\w+) ?(\d*) ?(.*)", training).groups()
         end = {"exit_code": int(its_code), "finished": "2026-01-01T00:00:00+00:00"} if its_code else {}
-        ranks = 1 if process == "the only process" else 8
-        write_json(PATH, {"status": ended, "reason": noted or None, "world_size": ranks} | end)
+        end |= {"world_size": 1 if process == "the only process" else 8}
+        write_json(PATH, {"status": ended, "reason": noted or None} | end)
     noted_signal = {"status": "stopped", "exit_code": 143} if signal == "yes" else {}
     attempt = Attempt(attempt=1, nodes=["node3"], **noted_signal)
     write_attempts(PATH, [attempt])

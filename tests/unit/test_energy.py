@@ -11,7 +11,7 @@ from shared.nvml import power_limit_w
 from stub_nvml import WATTS, StubNvml, use_stub
 from training import energy, gpu_activity
 from training.energy import EnergyMeter
-from training.gpu_activity import GpuActivity
+from training.gpu_activity import GpuActivityMeter
 
 SHARED = "several ranks share a GPU, and its counter does not separate them"
 MIG = "the GPU is divided (MIG), and its counter does not separate the parts"
@@ -119,7 +119,7 @@ def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...], epochs: tup
     gpu.start(**stub)
     speed = SimpleNamespace(started=None)
     record = RunRecord("7", "output/7")
-    activity = GpuActivity(speed)
+    activity = GpuActivityMeter(speed)
     for number, duration in enumerate(seconds):
         if number:
             speed.started = gpu.now

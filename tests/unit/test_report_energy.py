@@ -9,14 +9,14 @@ from reporting.classroom_page import render_class
 from reporting.classroom_runs import ClassReader
 from reporting.metrics import metric_value
 from reporting.render import describe_gpu_hours
-from reporting.runs import Missing, Run, find_runs
+from reporting.runs import Missing, ReportedRun, find_runs
 
 ENERGY = ["kwh", "joules_per_question", "joules_per_1000_tokens", "mean_watts", "power_share"]
 STEADY = ENERGY[1:]
 ACTIVITY = ["sm_activity", "tensor_activity", "dram_activity"]
 
 
-def reasons(run: Run) -> dict[str, str]:
+def reasons(run: ReportedRun) -> dict[str, str]:
     """Return the reason for each missing value. A metric with a value is not in it."""
     values = {name: metric_value(name, run) for name in [*ENERGY, *ACTIVITY]}
     return {name: value.reason for name, value in values.items() if isinstance(value, Missing)}
