@@ -344,7 +344,7 @@ def knobs(group: str) -> None:
     for knob in KNOBS:
         if knob.flag in groups[group]:
             default = "" if knob.default is None else f"`{knob.default}`"
-            may_change = "yes" if knob.resumable else "no"
+            may_change = "no" if knob.changes == "training" else "yes"
             rows.append([f"`{knob.variable}`", f"`--{knob.flag}`", default, knob.meaning, may_change])
     show_table(["Variable", "Flag", "Default", "Meaning", "May change when a run resumes"], rows)
 

@@ -38,11 +38,7 @@ def number_or_all(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}, expected a whole number or {ALL}") from None
 
 
-# What another value of a flag changes
-TRAINING: Final = "training"  # the losses
-WORK: Final = "work"  # the time or the memory of the same training, or its number of steps
-NOTHING: Final = "nothing"  # what is printed, or where it is stored
-
+Changes = Literal["training", "work", "nothing"]
 OF_TRANSFORMERS: Final = object()  # as a default: the default of transformers, on which the workshop does not rely
 NOT_NEGATIVE: Final = Limits()
 COUNT: Final = Limits(at_least=1)
@@ -56,34 +52,26 @@ class Knob:
     variable: the environment variable, empty if there is only the flag. default: None if it is computed later. meaning:
     a short text for docs/knobs.md and the help.
 
-    changes: TRAINING, WORK or NOTHING. If it is TRAINING, a run that resumes must have the value of its checkpoint. If
-    it is not NOTHING, the rows of a table must have equal values. compared_as: the fact that the report compares
-    instead of this flag. only_for: the only --model_name that has this knob. parse: reads a value from text, if the
-    field's type cannot.
+    changes: what another value changes. training: the losses, so a run that resumes must have the checkpoint's value
+    and the rows of a table must have equal values. work: the time or memory of the same training, or its number of
+    steps, so only the rows of a table must have equal values. nothing: what is printed, or where it is stored.
+
+    compared_as: the fact that the report compares instead of this flag. only_for: the only --model_name that has this
+    knob. parse: reads a value from text, if the field's type cannot.
     """
 
     variable: str
     flag: str
     default: Any = OF_TRANSFORMERS
     meaning: str = ""
-    changes: Literal["training", "work", "nothing"] = TRAINING
+    changes: Changes = "training"
     limits: Limits = NOT_NEGATIVE
     compared_as: Literal["", "data size", "optimizer", "precision", "strategy"] = ""
     only_for: str = ""
     parse: Callable[[str], Any] | None = None
 
-    @property
-    def resumable(self) -> bool:
-        """True if a run that resumes may change the flag."""
-        return self.changes != TRAINING
 
-    @property
-    def compared(self) -> bool:
-        """True if the rows of a table must have equal values of the flag."""
-        return self.changes != NOTHING and not self.compared_as
-
-
-def knob(variable: str, default: Any, meaning: str, changes: Any = TRAINING, **facts: Any) -> Any:
+def knob(variable: str, default: Any, meaning: str, changes: Changes = "training", **facts: Any) -> Any:
     """Define a flag of this workshop. The field gives its name and type. facts: other attributes of `Knob`."""
     return field(
         default=default, metadata={"help": meaning, "knob": Knob(variable, "", default, meaning, changes, **facts)}
@@ -199,75 +187,75 @@ class DataArguments:
         "sequence",
         "Tokens that count in the loss. sequence: all real tokens; answer: only answer and EOS; all: also padding.",
     )
-    em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.", WORK)
+    em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.", "work")
     em_f1_batch_size: int = knob(
-        "EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.", WORK, limits=COUNT
+        "EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.", "work", limits=COUNT
     )
     show: int = knob(
         "SHOW",
         0,
         "Print this many evaluation questions with the right and the model's answer, next to EM and F1.",
-        WORK,
+        "work",
     )
     profile: bool = knob(
-        "PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.", WORK
+        "PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.", "work"
     )
 
 
 # Flags of transformers.TrainingArguments, which defines their types and help texts (python scripts/train.py --help). A
 # variable turns a flag into a knob
 TRAINER_FLAGS = (
-    Knob("NUM_EPOCHS", "num_train_epochs", 3, "Number of times that each question is used.", WORK, POSITIVE),
-    Knob("BATCH_SIZE", "per_device_train_batch_size", 4, "Questions of a micro batch of one rank.", WORK, COUNT),
-    Knob("GRAD_ACC", "gradient_accumulation_steps", 4, "Micro batches of a rank in one optimizer step.", WORK, COUNT),
+    Knob("NUM_EPOCHS", "num_train_epochs", 3, "Number of times that each question is used.", "work", POSITIVE),
+    Knob("BATCH_SIZE", "per_device_train_batch_size", 4, "Questions of a micro batch of one rank.", "work", COUNT),
+    Knob("GRAD_ACC", "gradient_accumulation_steps", 4, "Micro batches of a rank in one optimizer step.", "work", COUNT),
     Knob(
         "LEARNING_RATE", "learning_rate", 5e-5, "Learning rate at the start; it falls linearly to 0.", limits=POSITIVE
     ),
-    Knob("WEIGHT_DECAY", "weight_decay", 0.01, "Weight decay of AdamW."),
+    Knob("WEIGHT_DECAY", "weight_decay", 0.01, "Weight decay of the optimizer."),
     Knob(
         "FP16", "fp16", None, "Compute in fp16. Default: True on a GPU, unless bf16 is given.", compared_as="precision"
     ),
     Knob("BF16", "bf16", None, "Compute in bf16. Default: True on a CPU that supports bf16.", compared_as="precision"),
     Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None, "Compute activations twice, do not keep them."),
     Knob("TORCH_COMPILE", "torch_compile", False, "Compile the model with torch.compile."),
-    Knob("DATA_WORKERS", "dataloader_num_workers", 0, "Processes that make batches in advance.", WORK),
-    Knob("SAVE_STRATEGY", "save_strategy", "epoch", "When to save a checkpoint: epoch, steps or no.", WORK),
-    Knob("OUTPUT_DIR", "output_dir", None, "Folder of the model. Default: output/<job id>.", NOTHING),
-    Knob("EXPERIMENT_NAME", "run_name", None, "Name of the run. Default: the name of the current folder.", NOTHING),
-    Knob("REPORT_TO", "report_to", "none", "Tracker that gets the metrics, such as wandb.", NOTHING),
+    Knob("DATA_WORKERS", "dataloader_num_workers", 0, "Processes that make batches in advance.", "work"),
+    Knob("SAVE_STRATEGY", "save_strategy", "epoch", "When to save a checkpoint: epoch, steps or no.", "work"),
+    Knob("OUTPUT_DIR", "output_dir", None, "Folder of the model. Default: output/<job id>.", "nothing"),
+    Knob("EXPERIMENT_NAME", "run_name", None, "Name of the run. Default: the name of the current folder.", "nothing"),
+    Knob("REPORT_TO", "report_to", "none", "Tracker that gets the metrics, such as wandb.", "nothing"),
     Knob(
         "HANG_TIMEOUT",
         "ddp_timeout",
         1800,
         "Seconds without progress after which a rank that hangs ends the job.",
-        NOTHING,
+        "nothing",
         Limits(1, below=10**9),
     ),
     # Without a variable, but with a default on which the workshop relies. Checkpoints and records that are older than a
     # row had its default
     Knob("", "optim", "adamw_torch_fused", compared_as="optimizer"),
-    Knob("", "max_steps", -1, changes=WORK, limits=Limits(1, besides=-1)),  # -1: num_train_epochs counts
+    Knob("", "max_steps", -1, changes="work", limits=Limits(1, besides=-1)),  # -1: num_train_epochs counts
     Knob("", "lr_scheduler_type", "linear"),
     Knob("", "max_grad_norm", 1.0),
     Knob("", "seed", 42, limits=Limits(below=2**32)),
     Knob("", "dataloader_drop_last", False),
-    Knob("", "eval_strategy", "epoch", changes=WORK),
-    Knob("", "save_total_limit", 1, changes=NOTHING, limits=Limits(at_least=-(10**9))),  # 0 or less: no limit
-    Knob("", "logging_steps", 5, changes=NOTHING, limits=POSITIVE),  # *_steps below 1 are a fraction of the training
-    Knob("", "logging_nan_inf_filter", False, changes=WORK),  # True would wait for the GPU in each micro batch
-    Knob("", "ddp_find_unused_parameters", False, changes=WORK),  # True would search the graph in each step
-    Knob("", "per_device_eval_batch_size", None, changes=WORK, limits=COUNT),  # None: per_device_train_batch_size
-    Knob("", "disable_tqdm", False, changes=NOTHING),
+    Knob("", "eval_strategy", "epoch", changes="work"),
+    Knob("", "save_total_limit", 1, changes="nothing", limits=Limits(at_least=-(10**9))),  # 0 or less: no limit
+    Knob("", "logging_steps", 5, changes="nothing", limits=POSITIVE),  # *_steps below 1 are a fraction of the training
+    Knob("", "logging_nan_inf_filter", False, changes="work"),  # True would wait for the GPU in each micro batch
+    Knob("", "ddp_find_unused_parameters", False, changes="work"),  # True would search the graph in each step
+    Knob("", "per_device_eval_batch_size", None, changes="work", limits=COUNT),  # None: per_device_train_batch_size
+    Knob("", "disable_tqdm", False, changes="nothing"),
     # Without a variable, and with the default of transformers
-    *(Knob("", flag, changes=WORK, compared_as="strategy") for flag in ("deepspeed", "fsdp", "fsdp_config")),
-    *(Knob("", flag, changes=WORK, limits=POSITIVE) for flag in ("eval_steps", "save_steps")),
+    *(Knob("", flag, changes="work", compared_as="strategy") for flag in ("deepspeed", "fsdp", "fsdp_config")),
+    *(Knob("", flag, changes="work", limits=POSITIVE) for flag in ("eval_steps", "save_steps")),
     *(Knob("", flag, limits=Limits(below=1)) for flag in ("adam_beta1", "adam_beta2")),
     Knob("", "data_seed", limits=Limits(below=2**32)),
-    Knob("", "eval_accumulation_steps", changes=WORK, limits=COUNT),
-    Knob("", "local_rank", changes=NOTHING, limits=Limits(at_least=-1)),
-    Knob("", "resume_from_checkpoint", changes=NOTHING),
+    Knob("", "eval_accumulation_steps", changes="work", limits=COUNT),
+    Knob("", "local_rank", changes="nothing", limits=Limits(at_least=-1)),
+    Knob("", "resume_from_checkpoint", changes="nothing"),
     *(
-        Knob("", flag, changes=WORK)
+        Knob("", flag, changes="work")
         for flag in (
             *("eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_use_gather_object", "use_cpu"),
             *("dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_persistent_workers"),

@@ -118,16 +118,15 @@ def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[
     values = dict(DEFAULTS)
     variables = {}
     for knob in KNOBS:
-        variable, flag = knob.variable, knob.flag
-        text = environment.get(variable, "").strip()
+        text = environment.get(knob.variable, "").strip()
         if not text:
             continue
-        variables[flag] = variable
+        variables[knob.flag] = knob.variable
         try:
-            values[flag] = parser._get_value(actions[flag], text)
-            parser._check_value(actions[flag], values[flag])
+            values[knob.flag] = parser._get_value(actions[knob.flag], text)
+            parser._check_value(actions[knob.flag], values[knob.flag])
         except argparse.ArgumentError as error:
-            raise WorkshopError(variable, error.message, "correct or unset the variable") from None
+            raise WorkshopError(knob.variable, error.message, "correct or unset the variable") from None
     return values, variables
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from config import CUSTOM_GPT, facts, has_random_weights, knobs_of
 from settings.hints import UNUSED_FLAGS
+from settings.optimizers import SHARDABLE, choose_optimizer
 from settings.settings import Settings
 
 LOWEST_USUAL_LORA_RATE = 1e-4
@@ -85,10 +86,10 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "use --loss full",
         ),
         (
-            trainer.optim == "adafactor" and (trainer.fsdp or cut),
+            not choose_optimizer(settings).shardable and (trainer.fsdp or cut),
             "optim",
-            "adafactor cannot update sharded parameters",
-            "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop",
+            f"{trainer.optim} cannot update shards",
+            f"use one of {SHARDABLE}",
         ),
         (
             trainer.tf32 and compares_kernels,

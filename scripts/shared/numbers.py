@@ -3,11 +3,9 @@
 import argparse
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 LARGEST = 1e100  # a larger number overflows in arithmetic
 ABOVE_ZERO = math.ulp(0)  # the smallest number above 0
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,13 @@ class Limits:
         below = "" if value < self.at_least and self.below == LARGEST else f" and below {self.below}"
         return f"{value!s:.20} is out of range", f"give a number {wanted}{below}"
 
-    def whole_number(self, text: str) -> int:
-        """Read the value of a flag, as argparse's `type`. Raise ArgumentTypeError for a number outside the limits."""
-        return self.check(int(text))
-
     def number(self, text: str) -> float:
-        return self.check(float(text))
-
-    def check(self, value: Number) -> Number:
+        """Read the value of a flag, as argparse's `type`. Raise ArgumentTypeError for a number outside the limits."""
+        value = float(text)
         if refusal := self.refusal(value):
             raise argparse.ArgumentTypeError(", ".join(refusal))
         return value
+
+    def whole_number(self, text: str) -> int:
+        self.number(text)
+        return int(text)

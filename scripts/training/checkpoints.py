@@ -250,7 +250,7 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
     trainer = settings.trainer
     at_once = trainer.per_device_train_batch_size * ranks
     global_batch = at_once * trainer.gradient_accumulation_steps
-    defining = {flag: strip_repository(v) for flag, v in settings.flat().items() if not facts(flag).resumable}
+    defining = {flag: strip_repository(v) for flag, v in settings.flat().items() if facts(flag).changes == "training"}
     content = {
         "job_id": job_id,
         "world_size": ranks,
@@ -269,8 +269,8 @@ def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
     if not any(name.startswith("rng_state") for name in saved["files"]):  # the Trainer saves it with the optimizer
-        what, otherwise = "was saved with --save_only_model, without the optimizer", "start from the beginning"
-        raise WorkshopError(folder, what, f"resume from another checkpoint, or {otherwise}", NO_CHECKPOINT)
+        what = "was saved with --save_only_model, without the optimizer"
+        raise WorkshopError(folder, what, "resume from another checkpoint", NO_CHECKPOINT)
     with_ranks = not all(BY_NAME[each["strategy"]].any_ranks for each in (saved, identity))
     before = compared_values(saved, with_ranks)
     now = compared_values(identity, with_ranks)
@@ -292,7 +292,7 @@ def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:
     family = BY_NAME[identity["strategy"]].family
     config = identity["config"]
     values = DEFAULTS | identity["settings"] | {"strategy": family}
-    found = {name: value for name, value in values.items() if not facts(name).resumable}
+    found = {name: value for name, value in values.items() if facts(name).changes == "training"}
     if family == "FSDP2":
         config = {key: config.get(key, default) for key, default in FSDP2_FILES.items()}
         found.pop("activation_checkpointing")  # recomputed activations are the same

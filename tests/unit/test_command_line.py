@@ -193,7 +193,7 @@ MISTAKES = {
     "--lora_rank 8 --tensor_parallel 2": "--lora_rank: cannot be combined with --tensor_parallel, which cuts the "
     "layers that get adapters;",
     "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
-    "--fsdp --optim adafactor": "--optim: adafactor cannot update sharded parameters; use adamw_torch_fused (",
+    "--fsdp --optim adafactor": "--optim: adafactor cannot update shards; use one of adamw_torch_fused, ",
     "--model_name custom-gpt --seq_length 3": "--max_length: 512 is more than the 3 positions of --seq_length; lower",
     # secrets, which `ps` would show
     "--hub_token=hf_canary": "--hub_token: ",
