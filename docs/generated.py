@@ -24,7 +24,7 @@ from types import ModuleType
 
 import yaml
 
-from config import CUSTOM_SIZES, KNOBS, TRAINER_KNOBS, DataArguments, ModelArguments
+from config import CUSTOM_SIZES, KNOBS, TRAINER_FLAGS, DataArguments, ModelArguments
 from job.directives import gpus_per_node, parse_count, read_directives
 from reporting.definitions import table_definition
 from reporting.metrics import column_header
@@ -336,14 +336,15 @@ def knobs(group: str) -> None:
         "model": {field.name for field in fields(ModelArguments)} - {*CUSTOM_SIZES},
         "custom-gpt": {*CUSTOM_SIZES},
         "data": {field.name for field in fields(DataArguments)},
-        "trainer": {knob.flag for knob in TRAINER_KNOBS},
+        "trainer": {knob.flag for knob in TRAINER_FLAGS},
     }
     rows = []
     for knob in KNOBS:
         if knob.flag in groups[group]:
             default = "" if knob.default is None else f"`{knob.default}`"
-            rows.append([f"`{knob.variable}`", f"`--{knob.flag}`", default, knob.meaning])
-    show_table(["Variable", "Flag", "Default", "Meaning"], rows)
+            may_change = "no" if knob.changes == "training" else "yes"
+            rows.append([f"`{knob.variable}`", f"`--{knob.flag}`", default, knob.meaning, may_change])
+    show_table(["Variable", "Flag", "Default", "Meaning", "May change when a run resumes"], rows)
 
 
 def configs(name: str) -> dict[str, dict]:

@@ -53,6 +53,7 @@ SUPPORTED_VALUES = {  # flags of which only some values are supported
     "padding": ("max_length", "longest"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "loss": ("full",),
+    "optim": ("adamw_torch_fused",),
     "lora_rank": (0,),
     "tensor_parallel": (1,),
     **dict.fromkeys(("activation_checkpointing", "torch_compile", "profile"), (False,)),

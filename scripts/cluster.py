@@ -32,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from shared.numbers import Limits
 from shared.paths import EXPERIMENTS, REPOSITORY
 
 # The user who runs the jobs. With sudo, only the daemons belong to root
 USER = int(os.environ.get("SUDO_UID", os.getuid()))
 FOLDER = Path(f"/tmp/practice-cluster-{USER}")
 RECORD = "slurm-cluster.json"  # the file that marks a cluster's directory and lists its processes
-MOST_NODES = 32
+NODES = Limits(1, below=33)
 # Resources in the configuration of each node
 CPUS = 64
 MEMORY_MB = 512000
@@ -554,11 +555,9 @@ def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = ["start", "shell", "stop", "serve"]
     parser.add_argument("verb", choices=verbs, metavar="|".join(verbs[:-1]))  # only start() uses serve
-    parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
+    parser.add_argument("--nodes", metavar="N", type=NODES.whole_number, default=2, help="compute nodes (%(default)s)")
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help="the cluster's files (%(default)s)")
     arguments = parser.parse_args()
-    if not 1 <= arguments.nodes <= MOST_NODES:
-        raise WorkshopError("--nodes", f"{arguments.nodes} is not possible", f"give 1 to {MOST_NODES}")
     try:
         run_verb(arguments.verb, Cluster(arguments.folder, arguments.nodes))
     except ClusterError as error:

@@ -4,14 +4,16 @@
 
 If you change a default here, it applies to each run in which no flag and no variable of the submission, the site or
 the experiment sets the knob. Each run prints the source of each value. docs/knobs.md explains the knobs, and
-scripts/settings reads and checks them. This file imports only the standard library, because many programs
-should not wait for the import of PyTorch.
+scripts/settings reads and checks them. This file does not import PyTorch or pydantic, because many programs should not
+wait for them.
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal
+
+from shared.numbers import ABOVE_ZERO, Limits
 
 CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 TINY_BLOOM = "tiny-bloom"
@@ -36,12 +38,54 @@ def number_or_all(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}, expected a whole number or {ALL}") from None
 
 
-def knob(variable: str, default: Any, description: str, parse: Callable[[str], Any] | None = None) -> Any:
-    """Define a flag of this workshop. The field gives its name and type; None is a default that is computed later.
+Changes = Literal["training", "work", "nothing"]
+OF_TRANSFORMERS: Final = object()  # as a default: the default of transformers, on which the workshop does not rely
+NOT_NEGATIVE: Final = Limits()
+COUNT: Final = Limits(at_least=1)
+POSITIVE: Final = Limits(at_least=ABOVE_ZERO)
 
-    parse: function that reads a value from text, if the field's type cannot.
+
+@dataclass(frozen=True)
+class Knob:
+    """A flag with all its facts. A flag of transformers that has no row below has the default facts of this class.
+
+    variable: the environment variable, empty if there is only the flag. default: None if it is computed later. meaning:
+    a short text for docs/knobs.md and the help.
+
+    changes: what another value changes. training: the losses, so a run that resumes must have the checkpoint's value
+    and the rows of a table must have equal values. work: the time or memory of the same training, or its number of
+    steps, so only the rows of a table must have equal values. nothing: what is printed, or where it is stored.
+
+    compared_as: the fact that the report compares instead of this flag. only_for: the only --model_name that has this
+    knob. parse: reads a value from text, if the field's type cannot.
     """
-    return field(default=default, metadata={"variable": variable, "help": description, "parse": parse})
+
+    variable: str
+    flag: str
+    default: Any = OF_TRANSFORMERS
+    meaning: str = ""
+    changes: Changes = "training"
+    limits: Limits = NOT_NEGATIVE
+    compared_as: Literal["", "data size", "optimizer", "precision", "strategy"] = ""
+    only_for: str = ""
+    parse: Callable[[str], Any] | None = None
+
+
+def knob(variable: str, default: Any, meaning: str, changes: Changes = "training", **facts: Any) -> Any:
+    """Define a flag of this workshop. The field gives its name and type. facts: other attributes of `Knob`."""
+    return field(
+        default=default, metadata={"help": meaning, "knob": Knob(variable, "", default, meaning, changes, **facts)}
+    )
+
+
+def custom_size(variable: str, default: int, meaning: str) -> Any:
+    """Define a size of custom-gpt, which other models do not have."""
+    return knob(variable, default, f"{CUSTOM_GPT}: {meaning}", limits=COUNT, only_for=CUSTOM_GPT)
+
+
+def knobs_of(arguments: Any) -> dict[str, Knob]:
+    """Return flag -> knob for the fields of a dataclass."""
+    return {each.name: replace(each.metadata["knob"], flag=each.name) for each in fields(arguments)}
 
 
 @dataclass(frozen=True)
@@ -75,22 +119,19 @@ class ModelArguments:
         "TENSOR_PARALLEL",
         1,
         "Number of ranks over which each matrix is cut; with --fsdp, the cut matrices are also sharded.",
+        limits=COUNT,
     )
     lora_rank: int = knob(
         "LORA_RANK",
         0,
         "LoRA: freeze the model, and train adapters of this rank on its linear layers. 0: train all weights.",
     )
-    # Sizes of custom-gpt; other models ignore them
-    vocab_size: int = knob("VOCAB_SIZE", 50000, "custom-gpt: number of tokens in the vocabulary.")
-    hidden_size: int = knob("HIDDEN_SIZE", 2048, "custom-gpt: width. Lower it first if memory runs out.")
-    num_layers: int = knob("NUM_LAYERS", 3, "custom-gpt: number of transformer blocks.")
-    num_heads: int = knob("NUM_HEADS", 16, "custom-gpt: number of attention heads, a divisor of --hidden_size.")
-    ff_dim: int = knob("FF_DIM", 8192, "custom-gpt: width inside the feed-forward layers.")
-    seq_length: int = knob("SEQ_LENGTH", 512, "custom-gpt: number of positions, at least --max_length.")
-
-
-CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length")
+    vocab_size: int = custom_size("VOCAB_SIZE", 50000, "number of tokens in the vocabulary.")
+    hidden_size: int = custom_size("HIDDEN_SIZE", 2048, "width. Lower it first if memory runs out.")
+    num_layers: int = custom_size("NUM_LAYERS", 3, "number of transformer blocks.")
+    num_heads: int = custom_size("NUM_HEADS", 16, "number of attention heads, a divisor of --hidden_size.")
+    ff_dim: int = custom_size("FF_DIM", 8192, "width inside the feed-forward layers.")
+    seq_length: int = custom_size("SEQ_LENGTH", 512, "number of positions, at least --max_length.")
 
 
 @dataclass(frozen=True)
@@ -115,18 +156,27 @@ class DataArguments:
         "TRAIN_SIZE",
         None,
         f"Number of training questions, or all. Default: all of a local file, {HUB_SIZES['train']} of the Hub.",
+        limits=COUNT,
+        compared_as="data size",
         parse=number_or_all,
     )
     eval_size: int | str | None = knob(
         "EVAL_SIZE",
         None,
         f"Number of evaluation questions, or all. Default: all of a local file, {HUB_SIZES['eval']} of the Hub.",
+        limits=COUNT,
         parse=number_or_all,
     )
     samples_per_gpu: int | None = knob(
-        "SAMPLES_PER_GPU", None, "Weak scaling: train on this many questions per rank, instead of --train_size."
+        "SAMPLES_PER_GPU",
+        None,
+        "Weak scaling: train on this many questions per rank, instead of --train_size.",
+        limits=COUNT,
+        compared_as="data size",
     )
-    max_length: int = knob("MAX_LENGTH", 512, "Longest sequence in tokens. Lower it first if memory runs out.")
+    max_length: int = knob(
+        "MAX_LENGTH", 512, "Longest sequence in tokens. Lower it first if memory runs out.", limits=COUNT
+    )
     padding: Literal["max_length", "longest", "none"] = knob(
         "PADDING",
         "max_length",
@@ -137,65 +187,93 @@ class DataArguments:
         "sequence",
         "Tokens that count in the loss. sequence: all real tokens; answer: only answer and EOS; all: also padding.",
     )
-    em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.")
-    em_f1_batch_size: int = knob("EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.")
-    show: int = knob(
-        "SHOW", 0, "Print this many evaluation questions with the right and the model's answer, next to EM and F1."
+    em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.", "work")
+    em_f1_batch_size: int = knob(
+        "EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.", "work", limits=COUNT
     )
-    profile: bool = knob("PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.")
+    show: int = knob(
+        "SHOW",
+        0,
+        "Print this many evaluation questions with the right and the model's answer, next to EM and F1.",
+        "work",
+    )
+    profile: bool = knob(
+        "PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.", "work"
+    )
 
 
-class Knob(NamedTuple):
-    variable: str
-    flag: str
-    default: object  # None: computed later
-    meaning: str
-
-
-# Flags of transformers.TrainingArguments, which defines their types and help texts (python scripts/train.py --help).
-# The meanings are short texts for docs/knobs.md
-TRAINER_KNOBS = (
-    Knob("NUM_EPOCHS", "num_train_epochs", 3, "Number of times that each training question is used."),
-    Knob("BATCH_SIZE", "per_device_train_batch_size", 4, "Questions of a micro batch of one rank."),
-    Knob("GRAD_ACC", "gradient_accumulation_steps", 4, "Micro batches of a rank in one optimizer step."),
-    Knob("LEARNING_RATE", "learning_rate", 5e-5, "Learning rate at the start; it falls linearly to 0."),
-    Knob("WEIGHT_DECAY", "weight_decay", 0.01, "Weight decay of AdamW."),
-    Knob("FP16", "fp16", None, "Compute in fp16. Default: True on a GPU, unless bf16 is given."),
-    Knob("BF16", "bf16", None, "Compute in bf16. Default: True on a CPU that supports bf16."),
+# Flags of transformers.TrainingArguments, which defines their types and help texts (python scripts/train.py --help). A
+# variable turns a flag into a knob
+TRAINER_FLAGS = (
+    Knob("NUM_EPOCHS", "num_train_epochs", 3, "Number of times that each question is used.", "work", POSITIVE),
+    Knob("BATCH_SIZE", "per_device_train_batch_size", 4, "Questions of a micro batch of one rank.", "work", COUNT),
+    Knob("GRAD_ACC", "gradient_accumulation_steps", 4, "Micro batches of a rank in one optimizer step.", "work", COUNT),
+    Knob(
+        "LEARNING_RATE", "learning_rate", 5e-5, "Learning rate at the start; it falls linearly to 0.", limits=POSITIVE
+    ),
+    Knob("WEIGHT_DECAY", "weight_decay", 0.01, "Weight decay of the optimizer."),
+    Knob(
+        "FP16", "fp16", None, "Compute in fp16. Default: True on a GPU, unless bf16 is given.", compared_as="precision"
+    ),
+    Knob("BF16", "bf16", None, "Compute in bf16. Default: True on a CPU that supports bf16.", compared_as="precision"),
     Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None, "Compute activations twice, do not keep them."),
     Knob("TORCH_COMPILE", "torch_compile", False, "Compile the model with torch.compile."),
-    Knob("DATA_WORKERS", "dataloader_num_workers", 0, "Processes that make batches in advance."),
-    Knob("SAVE_STRATEGY", "save_strategy", "epoch", "When to save a checkpoint: epoch, steps or no."),
-    Knob("OUTPUT_DIR", "output_dir", None, "Folder of the model. Default: output/<job id>."),
-    Knob("EXPERIMENT_NAME", "run_name", None, "Name of the run. Default: the name of the current folder."),
-    Knob("REPORT_TO", "report_to", "none", "Tracker that gets the metrics, such as wandb."),
-    Knob("HANG_TIMEOUT", "ddp_timeout", 1800, "Seconds without progress after which a rank that hangs ends the job."),
+    Knob("DATA_WORKERS", "dataloader_num_workers", 0, "Processes that make batches in advance.", "work"),
+    Knob("SAVE_STRATEGY", "save_strategy", "epoch", "When to save a checkpoint: epoch, steps or no.", "work"),
+    Knob("OUTPUT_DIR", "output_dir", None, "Folder of the model. Default: output/<job id>.", "nothing"),
+    Knob("EXPERIMENT_NAME", "run_name", None, "Name of the run. Default: the name of the current folder.", "nothing"),
+    Knob("REPORT_TO", "report_to", "none", "Tracker that gets the metrics, such as wandb.", "nothing"),
+    Knob(
+        "HANG_TIMEOUT",
+        "ddp_timeout",
+        1800,
+        "Seconds without progress after which a rank that hangs ends the job.",
+        "nothing",
+        Limits(1, below=10**9),
+    ),
+    # Without a variable, but with a default on which the workshop relies. Checkpoints and records that are older than a
+    # row had its default
+    Knob("", "optim", "adamw_torch_fused", compared_as="optimizer"),
+    Knob("", "max_steps", -1, changes="work", limits=Limits(1, besides=-1)),  # -1: num_train_epochs counts
+    Knob("", "lr_scheduler_type", "linear"),
+    Knob("", "max_grad_norm", 1.0),
+    Knob("", "seed", 42, limits=Limits(below=2**32)),
+    Knob("", "dataloader_drop_last", False),
+    Knob("", "eval_strategy", "epoch", changes="work"),
+    Knob("", "save_total_limit", 1, changes="nothing", limits=Limits(at_least=-(10**9))),  # 0 or less: no limit
+    Knob("", "logging_steps", 5, changes="nothing", limits=POSITIVE),  # *_steps below 1 are a fraction of the training
+    Knob("", "logging_nan_inf_filter", False, changes="work"),  # True would wait for the GPU in each micro batch
+    Knob("", "ddp_find_unused_parameters", False, changes="work"),  # True would search the graph in each step
+    Knob("", "per_device_eval_batch_size", None, changes="work", limits=COUNT),  # None: per_device_train_batch_size
+    Knob("", "disable_tqdm", False, changes="nothing"),
+    # Without a variable, and with the default of transformers
+    *(Knob("", flag, changes="work", compared_as="strategy") for flag in ("deepspeed", "fsdp", "fsdp_config")),
+    *(Knob("", flag, changes="work", limits=POSITIVE) for flag in ("eval_steps", "save_steps")),
+    *(Knob("", flag, limits=Limits(below=1)) for flag in ("adam_beta1", "adam_beta2")),
+    Knob("", "data_seed", limits=Limits(below=2**32)),
+    Knob("", "eval_accumulation_steps", changes="work", limits=COUNT),
+    Knob("", "local_rank", changes="nothing", limits=Limits(at_least=-1)),
+    Knob("", "resume_from_checkpoint", changes="nothing"),
+    *(
+        Knob("", flag, changes="work")
+        for flag in (
+            *("eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_use_gather_object", "use_cpu"),
+            *("dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_persistent_workers"),
+            *("dataloader_pin_memory", "dataloader_prefetch_factor", "log_level", "log_level_replica"),
+            *("log_on_each_node", "logging_first_step", "logging_strategy", "save_on_each_node", "save_only_model"),
+        )
+    ),
 )
-# Flags without a variable whose default differs from that of transformers
-OTHER_DEFAULTS = {
-    "eval_strategy": "epoch",
-    "save_total_limit": 1,
-    "logging_steps": 5,
-    "logging_nan_inf_filter": False,  # True would wait for the GPU in each micro batch
-    "ddp_find_unused_parameters": False,  # the default of transformers searches the graph in each step
-    "per_device_eval_batch_size": None,  # None: per_device_train_batch_size
-    "disable_tqdm": False,
-}
-# Defaults of transformers on which the workshop relies. A record has these flags only if they were given
-DEFAULTS_OF_TRANSFORMERS: dict[str, Any] = {
-    "optim": "adamw_torch_fused",
-    "max_steps": -1,  # the number of steps follows from num_train_epochs
-    "lr_scheduler_type": "linear",
-    "max_grad_norm": 1.0,
-    "seed": 42,
-}
 
-OWN_KNOBS = [
-    Knob(each.metadata["variable"], each.name, each.default, each.metadata["help"])
-    for each in (*fields(ModelArguments), *fields(DataArguments))
-]
-KNOBS = (*OWN_KNOBS, *TRAINER_KNOBS)
-DEFAULTS: dict[str, Any] = {each.flag: each.default for each in KNOBS}
+FLAGS = knobs_of(ModelArguments) | knobs_of(DataArguments) | {each.flag: each for each in TRAINER_FLAGS}
+KNOBS = tuple(each for each in FLAGS.values() if each.variable)
+DEFAULTS: dict[str, Any] = {flag: each.default for flag, each in FLAGS.items() if each.default is not OF_TRANSFORMERS}
+CUSTOM_SIZES = tuple(each.flag for each in KNOBS if each.only_for == CUSTOM_GPT)
+
+
+def facts(flag: str) -> Knob:
+    """Return the facts of any flag. One without a row must stay the same when a run resumes, and in a table."""
+    return FLAGS.get(flag, Knob("", flag))
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ import psutil
 import torch
 
 from checks.jobs import drop_settings, run_training
+from config import COUNT
 from estimate.command_line import parse_memory_plan
 from estimate.memory import MemoryPart, estimate_parts, totals
 from estimate.predict_from_record import predicted_parts
@@ -438,7 +439,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), help="check every strategy with this number of ranks")
     parser.add_argument("--cpu", action="store_true", help="run without a GPU only the rows that are fast on a CPU")
     parser.add_argument("--output", type=Path, help="results folder (results/gpu_check)")
-    parser.add_argument("--timeout", type=int, default=600, help="time limit per training, in seconds (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=COUNT.whole_number, default=600, help="time limit per training, in seconds (%(default)s)"
+    )
     arguments = parser.parse_args()
     table = rank_rows(arguments.ranks) if arguments.ranks else ROWS
     if unknown := set(arguments.rows) - {row.name for row in table}:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from config import DEFAULTS
+from config import DEFAULTS, NOT_NEGATIVE
 from distributed import watchdog
 from distributed.collectives import print_once, rank, ranks_per_gpu, wait_for_all_ranks, world_size
 from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
@@ -58,7 +58,9 @@ class Size(NamedTuple):
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     minimum = minimum_from_environment()
-    parser.add_argument("--min_bandwidth", type=float, default=minimum, help="in GB/s; 0 accepts any bandwidth")
+    parser.add_argument(
+        "--min_bandwidth", type=NOT_NEGATIVE.number, default=minimum, help="in GB/s; 0 accepts any bandwidth"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     parser.add_argument("--sizes", action="store_true", help="also measure many message sizes")
     arguments = parser.parse_args()
@@ -107,10 +109,10 @@ def main() -> None:
 def minimum_from_environment() -> float:
     text = os.environ.get("MIN_BANDWIDTH") or ("5" if GPU else "0")
     try:
-        return float(text)
-    except ValueError:
+        return NOT_NEGATIVE.number(text)
+    except (ValueError, argparse.ArgumentTypeError):
         remedy = "give the lowest acceptable bus bandwidth in GB/s in the site file, for example 5"
-        raise WorkshopError("MIN_BANDWIDTH", f"{text!r} is not a number", remedy) from None
+        raise WorkshopError("MIN_BANDWIDTH", f"{text!r} is not a number of at least 0", remedy) from None
 
 
 def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from checks.jobs import KEPT, dry_runs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, cache, gpus, interfaces, load_site, packages, partition
+from config import COUNT
 from job.on_node import handle_signals
-from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from shared.errors import ENVIRONMENT, OneLineErrors, run_program
 from shared.paths import REPOSITORY
 
 
@@ -35,10 +36,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="skip the rows of gpu_check.py")
     parser.add_argument("--submit", action="store_true", help="submit three tiny Slurm jobs and wait for them")
     text = "time limit for each training run, and for all Slurm jobs, in seconds (%(default)s)"
-    parser.add_argument("--timeout", type=int, default=1800, help=text)
+    parser.add_argument("--timeout", type=COUNT.whole_number, default=1800, help=text)
     arguments = parser.parse_args()
-    if arguments.timeout < 1:
-        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give at least 1, for example 1800")
     caller = dict(os.environ)
     handle_signals(signal.default_int_handler)  # end as after Ctrl-C, so that no job and no folder is left
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))

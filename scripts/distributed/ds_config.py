@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import TrainingArguments
 
 from distributed.process_group import prepare_deepspeed
+from settings.optimizers import ADAMW, SHARDABLE, algorithm, choose_optimizer
 from settings.settings import Settings
 from shared.errors import WorkshopError, did_you_mean
 from shared.json_files import flatten_keys, read_json
@@ -171,9 +172,11 @@ def check_contradictions(settings: Settings, training_args: TrainingArguments) -
     names = settings.names
     for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         choice = getattr(training_args, flag).value
-        if section in config and flag in names and choice not in ("adamw_torch", "adamw_torch_fused"):
+        if section in config and flag in names and algorithm(choice) != ADAMW.algorithm:
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
             raise WorkshopError(path, both, f"remove the section {section} or the flag")
+    if settings.zero.get("stage") and not choose_optimizer(settings).shardable:
+        raise settings.error("optim", f"{settings.trainer.optim} cannot update shards", f"use one of {SHARDABLE}")
     deepspeed: Any = training_args.hf_deepspeed_config
     if deepspeed.mismatches:  # "- ds KEY=VALUE vs hf FLAG=VALUE"
         both = ", ".join(line.removeprefix("- ") for line in deepspeed.mismatches)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from config import DEFAULTS
 from distributed.config_file import read_config_file
 from estimate.flags import EstimateArguments, RankFlags
 from settings.command_line import parse_command_line
+from settings.optimizers import BY_FLAG, choose_optimizer
 from settings.settings import Settings
 from shared.errors import WorkshopError
-
-ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def parse_plan(
@@ -59,6 +59,7 @@ def parse_memory_plan(
 
 def check_optimizer(settings: Settings) -> None:
     """Raise WorkshopError (exit code 2) for an optimizer whose memory cannot be estimated."""
-    if settings.trainer.optim not in ADAMW:
-        what = f"{settings.trainer.optim} cannot be estimated, only {' and '.join(ADAMW)} can"
-        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")
+    if not choose_optimizer(settings).state:
+        known = ", ".join(name for name, each in BY_FLAG.items() if each.state)
+        what = f"{settings.trainer.optim} cannot be estimated, only {known} without --optim_args"
+        raise WorkshopError("--optim", what, f"estimate with {DEFAULTS['optim']}")

@@ -10,9 +10,9 @@ import psutil
 from distributed.ds_config import offloaded
 from distributed.strategy import Strategy, choose_strategy
 from estimate.model_shape import FP32, PASSES, Shape, recomputes_blocks, trace_shape, weight_bytes
+from settings.optimizers import Optimizer, choose_optimizer
 from settings.settings import Settings
 
-K = 3 * FP32  # bytes per parameter of the fp32 master and Adam's two moments; the symbol is the ZeRO paper's
 # The estimate divides an optimizer step into these intervals. The interval with the most memory has the peak
 INTERVALS = (*PASSES, "step")
 STEP = ("step",)
@@ -63,13 +63,14 @@ def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
     strategy = choose_strategy(settings, settings.estimate.gpus)
     ranks = strategy.degrees.groups
     accumulates = settings.trainer.gradient_accumulation_steps > 1
+    optimizer = choose_optimizer(settings)
     if settings.deepspeed_config is not None:
-        return deepspeed_parts(shape, settings.zero, ranks, accumulates, compute_bytes)
+        return deepspeed_parts(shape, settings.zero, ranks, accumulates, compute_bytes, optimizer)
     if settings.fsdp_config is not None:
         # With tensor parallelism FSDP gathers fp32 weights, and autocast casts them for each operation
         gathered_bytes = FP32 if strategy.autocasts else compute_bytes
-        return fsdp_parts(shape, settings.fsdp_config, strategy, accumulates, gathered_bytes)
-    return unsharded_parts(shape, ranks, accumulates, compute_bytes)
+        return fsdp_parts(shape, settings.fsdp_config, strategy, accumulates, gathered_bytes, optimizer)
+    return unsharded_parts(shape, ranks, accumulates, compute_bytes, optimizer)
 
 
 def pass_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
@@ -100,8 +101,10 @@ def measure_python() -> MemoryPart:
 # 1. Trainer and DDP
 
 
-def unsharded_parts(shape: Shape, ranks: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
-    """Estimate fp32 weights, gradients and Adam's moments, unsharded on every rank: (4 + 4 + 8) Psi bytes.
+def unsharded_parts(
+    shape: Shape, ranks: int, accumulates: bool, compute_bytes: int, optimizer: Optimizer
+) -> list[MemoryPart]:
+    """Estimate fp32 weights, gradients and optimizer state, unsharded on every rank: with AdamW (4 + 4 + 8) Psi bytes.
 
     accumulates: whether a step has several backward passes. If so, gradients exist from the first pass on.
     """
@@ -114,7 +117,7 @@ def unsharded_parts(shape: Shape, ranks: int, accumulates: bool, compute_bytes: 
     return [
         MemoryPart("parameters", trained + compute_bytes * shape.frozen, note=weights),
         MemoryPart("gradients", trained, note="fp32", intervals=INTERVALS if accumulates else GRADIENTS_COMPLETE),
-        MemoryPart("optimizer state", 2 * trained, note="two moments of Adam, fp32"),
+        MemoryPart("optimizer state", optimizer.state_bytes * shape.trainable, note=f"{optimizer.state}, fp32"),
         buckets,
         weights_while_loading(shape.model),
     ]
@@ -132,13 +135,15 @@ def unsharded_parts(shape: Shape, ranks: int, accumulates: bool, compute_bytes: 
 # LoRA the second and the third term count only the trained parameters, and so do the buffers.
 
 
-def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
+def deepspeed_parts(
+    shape: Shape, zero: dict, n_d: int, accumulates: bool, compute_bytes: int, optimizer: Optimizer
+) -> list[MemoryPart]:
     """Estimate the model state under DeepSpeed. accumulates: whether a step has several backward passes."""
     trained = shape.trainable
     stage = zero.get("stage", 0)
     parameters: float = compute_bytes * shape.parameters
     gradients: float = compute_bytes * trained
-    optimizer_state: float = K * trained
+    optimizer_state: float = (FP32 + optimizer.state_bytes) * trained  # K Psi
     if stage == 0 and compute_bytes == FP32:
         optimizer_state -= FP32 * trained  # fp32 weights need no separate masters
     if stage >= 1:
@@ -149,9 +154,9 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compu
         gradients /= n_d
         parameters /= n_d
     on_cpu = offloaded(zero, "optimizer")
-    state = "fp32 masters, two moments"
+    state = f"fp32 masters, {optimizer.state}"
     if stage == 0 and compute_bytes == FP32:
-        state = "two moments; the weights are their own masters"
+        state = f"{optimizer.state}; the weights are their own masters"
     # Stage 3 and optimizer offload allocate their gradient buffer at the start
     exist = INTERVALS if accumulates or stage == 3 or on_cpu else GRADIENTS_COMPLETE
     parts = [
@@ -280,7 +285,12 @@ def zero_size(zero: dict, key: str, by_model: float, default: float) -> float:
 
 
 def fsdp_parts(
-    shape: Shape, config: dict, strategy: Strategy, accumulates: bool, compute_bytes: int
+    shape: Shape,
+    config: dict,
+    strategy: Strategy,
+    accumulates: bool,
+    compute_bytes: int,
+    optimizer: Optimizer,
 ) -> list[MemoryPart]:
     """Estimate the model state under FSDP. accumulates: whether a step has several backward passes."""
     f = strategy.degrees.shards
@@ -297,7 +307,11 @@ def fsdp_parts(
     parts = [
         MemoryPart("parameters", *gpu_and_cpu_bytes(weights, on_cpu), note, from_start=True),
         gradients,
-        MemoryPart("optimizer state", *gpu_and_cpu_bytes(2 * shard, on_cpu), "two moments of Adam, fp32 shard"),
+        MemoryPart(
+            "optimizer state",
+            *gpu_and_cpu_bytes(optimizer.state_bytes * padded.trainable / f, on_cpu),
+            f"{optimizer.state}, fp32 shard",
+        ),
         *fsdp_buffers(padded, config, strategy, accumulates, compute_bytes),
         weights_while_loading(shape.model),
     ]

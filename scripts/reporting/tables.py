@@ -4,20 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from config import DEFAULTS_OF_TRANSFORMERS
+from config import DEFAULTS, facts
 from reporting.definitions import TableDefinition
 from reporting.metrics import Cell, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, ReportedRun
-
-# Settings that may differ between comparable runs, such as paths. Data size, precision and optimizer are compared
-# separately.
-NOT_TRAITS = {
-    *("output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"),
-    *("train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"),
-    *("report_to", "local_rank", "optim", "ddp_timeout"),
-}
-# Other names of AdamW: values of --optim, and DeepSpeed's own classes. So a run with offload compares to one without
-ADAMW = {"adamw_torch_fused", "adamw_torch", "FusedAdam", "DeepSpeedCPUAdam"}
+from settings.optimizers import algorithm
 
 
 @dataclass
@@ -72,14 +63,16 @@ class Table:
 def traits(run: ReportedRun) -> dict[str, str]:
     """Return the settings and hardware that must be equal for two runs to compare."""
     record, settings = run.record, run.record.settings
-    found = {name: str(value) for name, value in settings if name not in NOT_TRAITS and value is not None}
+    # A flag that is younger than the record had its default
+    values = {flag: value for flag, value in DEFAULTS.items() if not facts(flag).only_for}
+    values |= {name: value for name, value in settings if value is not None}
+    compared = [name for name in values if facts(name).changes != "nothing" and not facts(name).compared_as]
+    found = {name: str(values[name]) for name in compared if values[name] is not None}
     by_flags = "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32"
     audited = record.knobs.get("precision")
     found["precision"] = str(audited.effective) if audited else by_flags
     audited = record.knobs.get("optimizer")
-    by_flags = dict(settings).get("optim", DEFAULTS_OF_TRANSFORMERS["optim"])
-    optimizer = str(audited.effective if audited else by_flags).partition(" (")[0]  # such as AdamW (torch, fused)
-    found["optimizer"] = "AdamW" if optimizer in ADAMW else optimizer
+    found["optimizer"] = algorithm(str(audited.effective if audited else values["optim"]))
     per_gpu = settings.samples_per_gpu
     found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.train_size} in all"
     found["hardware"] = str(record.hardware.gpu or record.hardware.cpu)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from config import DEFAULTS, DEFAULTS_OF_TRANSFORMERS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
+from config import DEFAULTS, KNOBS, DataArguments, Knob, ModelArguments
 from settings.hints import (
     FLAGS_OF_OTHER_PROGRAMS,
     REMOVED_FLAGS,
@@ -34,10 +34,10 @@ LATEST = "latest"  # value of --resume_from_checkpoint if the flag has no value
 class Parser(HfArgumentParser, OneLineErrors):
     """HfArgumentParser that accepts the metadata of config.py's fields."""
 
-    def add_argument(self, *names: str, variable: str = "", parse: Any = None, **details: Any) -> argparse.Action:
+    def add_argument(self, *names: str, knob: Knob | None = None, **details: Any) -> argparse.Action:
         """Add an argument. HfArgumentParser also passes the field's metadata, which argparse does not know."""
-        if parse:
-            details["type"] = parse
+        if knob and knob.parse:
+            details["type"] = knob.parse
         return super().add_argument(*names, **details)
 
 
@@ -82,7 +82,7 @@ def parse_command_line(
     """
     parser = build_parser(description, extra)
     defaults, variables = environment_values(parser, environment)
-    parser.set_defaults(**DEFAULTS_OF_TRANSFORMERS, **OTHER_DEFAULTS, **defaults)
+    parser.set_defaults(**defaults)
     arguments = sys.argv[1:] if argv is None else argv
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -110,23 +110,23 @@ def parse_command_line(
 
 
 def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of all knobs, and flag -> variable for the knobs that the environment sets."""
+    """Return flag -> value of its variable or its default, and flag -> variable for those that the environment sets."""
     for variable, remedy in UNREAD_VARIABLES.items():
         if environment.get(variable):
             raise WorkshopError(variable, "this variable is not read", remedy)
     actions = actions_by_flag(parser)
     values = dict(DEFAULTS)
     variables = {}
-    for variable, flag, *_ in KNOBS:
-        text = environment.get(variable, "").strip()
+    for knob in KNOBS:
+        text = environment.get(knob.variable, "").strip()
         if not text:
             continue
-        variables[flag] = variable
+        variables[knob.flag] = knob.variable
         try:
-            values[flag] = parser._get_value(actions[flag], text)
-            parser._check_value(actions[flag], values[flag])
+            values[knob.flag] = parser._get_value(actions[knob.flag], text)
+            parser._check_value(actions[knob.flag], values[knob.flag])
         except argparse.ArgumentError as error:
-            raise WorkshopError(variable, error.message, "correct or unset the variable") from None
+            raise WorkshopError(knob.variable, error.message, "correct or unset the variable") from None
     return values, variables
 
 

@@ -10,16 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from config import (
-    CUSTOM_GPT,
-    CUSTOM_SIZES,
-    DEFAULTS_OF_TRANSFORMERS,
-    KNOBS,
-    OTHER_DEFAULTS,
-    DataArguments,
-    Knob,
-    ModelArguments,
-)
+from config import DEFAULTS, KNOBS, DataArguments, Knob, ModelArguments, facts
 from shared.errors import WorkshopError
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -33,13 +24,13 @@ class TrainerArguments:
     """The flags of transformers.TrainingArguments that the workshop itself reads, under the same names."""
 
     num_train_epochs: float
-    max_steps: int = DEFAULTS_OF_TRANSFORMERS["max_steps"]
+    max_steps: int = DEFAULTS["max_steps"]
     per_device_train_batch_size: int  # sequences per rank and micro batch
     per_device_eval_batch_size: int | None = None  # None: per_device_train_batch_size
     gradient_accumulation_steps: int
     learning_rate: float
     label_smoothing_factor: float = 0.0
-    optim: str = DEFAULTS_OF_TRANSFORMERS["optim"]
+    optim: str = DEFAULTS["optim"]
     train_sampling_strategy: str = "random"
     fp16: bool | None  # None: not decided yet; the same holds for bf16
     bf16: bool | None
@@ -99,19 +90,21 @@ class Settings:
         return {**asdict(self.model), **asdict(self.data), **asdict(self.trainer), **self.other_flags}
 
     def recorded(self) -> dict[str, Any]:
-        """Return the values that define the run: all knobs, and other flags that were given. No flag holds a secret."""
+        """Return the values that define the run: flags with a default, and those that were given. None is a secret."""
         values = self.flat()
-        flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | (self.names.keys() & values.keys())
-        if self.model.model_name != CUSTOM_GPT:
-            flags -= set(CUSTOM_SIZES)
-        return {flag: values[flag] for flag in sorted(flags)}
+        flags = DEFAULTS.keys() | (self.names.keys() & values.keys())
+        return {flag: values[flag] for flag in sorted(flags) if self.has(facts(flag))}
+
+    def has(self, knob: Knob) -> bool:
+        """Return whether the model has the knob."""
+        return knob.only_for in ("", self.model.model_name)
 
     def knob_lines(self) -> list[str]:
         """Return lines with all knobs and their values by origin, highest precedence first, then notes and warnings."""
         values = self.flat()
         shown: dict[str, list[str]] = {origin: [] for origin in ORIGINS}
         for knob in KNOBS:
-            if knob.flag not in CUSTOM_SIZES or self.model.model_name == CUSTOM_GPT:
+            if self.has(knob):
                 value = values[knob.flag]
                 origin = "unset" if value is None else self.origins.get(knob.flag, "default")
                 shown[origin].append(assignment(knob, value))

@@ -1,57 +1,31 @@
 """Check settings without a process group and without data. Each check raises WorkshopError (exit code 2)."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from config import CUSTOM_GPT, CUSTOM_SIZES, has_random_weights
+from config import CUSTOM_GPT, facts, has_random_weights, knobs_of
 from settings.hints import UNUSED_FLAGS
+from settings.optimizers import SHARDABLE, choose_optimizer
 from settings.settings import Settings
-from shared.json_files import LARGEST
 
-ABOVE_ZERO = math.ulp(0)
-# Flag -> the smallest number, and a limit that the number must stay below. Every other number is at least 0
-LIMITS = {
-    **dict.fromkeys(("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size"), (1, LARGEST)),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), (1, LARGEST)),
-    **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), (1, LARGEST)),
-    **dict.fromkeys(("max_steps", "ddp_timeout", "tensor_parallel", *CUSTOM_SIZES, "gpus", "nodes"), (1, LARGEST)),
-    # The flags *_steps may be a fraction of the training, such as 0.1
-    **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps"), (ABOVE_ZERO, LARGEST)),
-    **dict.fromkeys(("learning_rate", "gpu_memory", "cpu_memory"), (ABOVE_ZERO, LARGEST)),
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**32)),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1)),
-    "save_total_limit": (-LARGEST, LARGEST),  # 0 or less: no limit
-}
-NO_LIMIT = {"max_steps": -1, "local_rank": -1}
 LOWEST_USUAL_LORA_RATE = 1e-4
 
 
 def check_settings(settings: Settings) -> None:
-    check_numbers(settings)
-    for flag in sorted(settings.names.keys() & UNUSED_FLAGS.keys()):
-        raise settings.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
-    for flag in sorted(settings.names.keys() & set(CUSTOM_SIZES)):
-        if settings.model.model_name != CUSTOM_GPT:
+    values = settings.flat() | (asdict(settings.estimate) if settings.estimate else {})
+    of_estimate = knobs_of(settings.estimate) if settings.estimate else {}
+    for flag in sorted(settings.names):
+        knob = of_estimate.get(flag) or facts(flag)
+        if refusal := knob.limits.refusal(values[flag]):
+            raise settings.error(flag, *refusal)
+        if flag in UNUSED_FLAGS:
+            raise settings.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
+        if not settings.has(knob):
             what = f"has no effect on {settings.model.model_name}"
-            raise settings.error(flag, what, f"leave it out, or train {CUSTOM_GPT}")
+            raise settings.error(flag, what, f"leave it out, or train {knob.only_for}")
     for applies, flag, what, remedy in contradictions(settings):
         if applies:
             raise settings.error(flag, what, remedy)
-
-
-def check_numbers(settings: Settings) -> None:
-    """Check each number that the user gave: no number is NaN, infinite, or outside its limits."""
-    values = settings.flat() | (asdict(settings.estimate) if settings.estimate else {})
-    for flag in settings.names:
-        value = values[flag]
-        if not isinstance(value, int | float) or (flag, value) in NO_LIMIT.items():
-            continue
-        lowest, limit = LIMITS.get(flag, (0, LARGEST))
-        if not lowest <= value < limit:
-            wanted = "above 0" if lowest == ABOVE_ZERO else f"of at least {lowest}"
-            below = "" if value < lowest and limit == LARGEST else f" and below {limit}"
-            raise settings.error(flag, f"{value!s:.20} is out of range", f"give a number {wanted}{below}")
 
 
 def doubtful_choices(settings: Settings) -> Iterator[str]:
@@ -112,10 +86,10 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "use --loss full",
         ),
         (
-            trainer.optim == "adafactor" and (trainer.fsdp or cut),
+            not choose_optimizer(settings).shardable and (trainer.fsdp or cut),
             "optim",
-            "adafactor cannot update sharded parameters",
-            "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop",
+            f"{trainer.optim} cannot update shards",
+            f"use one of {SHARDABLE}",
         ),
         (
             trainer.tf32 and compares_kernels,

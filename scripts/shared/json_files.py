@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from shared.errors import BAD_INPUT, HALF_CHARACTER, WorkshopError
 from shared.files import read_file, replace_file
+from shared.numbers import LARGEST
 
 # Files that are not text: the first bytes, the format, and what to do
 NOT_TEXT = {
@@ -25,7 +26,6 @@ NOT_TEXT = {
     b"\xfd7zXZ": ("an xz file", "unpack it with unxz"),
     b"\x28\xb5\x2f\xfd": ("a zstd file", "unpack it with unzstd"),
 }
-LARGEST = 1e100  # a larger number overflows in arithmetic
 Model = TypeVar("Model", bound=BaseModel)
 
 

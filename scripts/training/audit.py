@@ -17,7 +17,6 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.training_args import OptimizerNames
 
 from config import IGNORED
 from distributed import inspect_fsdp
@@ -39,6 +38,7 @@ from models.bloom_sdpa import attention_name
 from models.chunked_loss import computes_loss_in_head
 from models.lora import count_adapter_elements
 from records.writer import RunRecord
+from settings.optimizers import choose_optimizer
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 
@@ -179,20 +179,13 @@ def batch_knobs(trainer: Any, engine: Any, settings: Settings, degrees: Degrees)
 
 
 def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> AuditedKnob:
-    """Compare the running optimizer with --optim or with the DeepSpeed file, if they request PyTorch's AdamW.
+    """Compare the running optimizer with --optim or with the DeepSpeed file.
 
-    Any other requested optimizer is not checked: the entry shows the running optimizer in both columns.
+    An optimizer that settings/optimizers.py does not know is not checked: both columns show the one that runs.
     """
-    section = (settings.deepspeed_config or {}).get("optimizer")
-    if section is None:
-        asked = OptimizerNames(settings.trainer.optim).value
-    elif section["params"].get("torch_adam") and section["params"].get("adam_w_mode", True):
-        asked = "adamw_torch_fused" if section["params"].get("fused") else "adamw_torch"
-    else:
-        asked = ""
     effective = optimizer_name(trainer.optimizer.optimizer if engine is None else engine.basic_optimizer)
-    names = {"adamw_torch_fused": "AdamW (torch, fused)", "adamw_torch": "AdamW (torch)"}
-    return AuditedKnob("optimizer", names.get(asked, effective), effective)
+    expected = choose_optimizer(settings).shown or (effective,)
+    return AuditedKnob("optimizer", effective if effective in expected else expected[0], effective)
 
 
 def offload_knobs(engine: Any, zero: dict) -> list[AuditedKnob]:

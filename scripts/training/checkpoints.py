@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from config import DEFAULTS
+from config import DEFAULTS, facts
 from data_loader import tokens_hash
 from distributed.collectives import print_once, rank, wait_for_all_ranks
 from distributed.strategy import BY_NAME
@@ -41,12 +41,6 @@ from shared.paths import CHECKPOINT_MARKER
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
 # under any mesh, any wrapping and any strategy of FSDP2
 FSDP2_FILES = {"version": 2, "state_dict_type": "FULL_STATE_DICT", "cpu_offload": False}
-# Flags that may differ in a resumed run, because they only decide when something is done or where it is stored
-CHANGEABLE_FLAGS = re.compile(
-    r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|show|profile"
-    r"|resume_from_checkpoint|ddp_timeout|ddp_find_unused_parameters|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
-    r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
-)
 TORCH_FILES = {".pt", ".pth", ".bin"}
 NEVER_LOADED = "training_args.bin"  # the Trainer writes it as information; it contains classes of many modules
 
@@ -249,9 +243,7 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
     trainer = settings.trainer
     at_once = trainer.per_device_train_batch_size * ranks
     global_batch = at_once * trainer.gradient_accumulation_steps
-    defining = {
-        flag: strip_repository(v) for flag, v in settings.flat().items() if not CHANGEABLE_FLAGS.fullmatch(flag)
-    }
+    defining = {flag: strip_repository(v) for flag, v in settings.flat().items() if facts(flag).changes == "training"}
     content = {
         "job_id": job_id,
         "world_size": ranks,
@@ -269,6 +261,9 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
 def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
+    if not any(name.startswith("rng_state") for name in saved["files"]):  # the Trainer saves it with the optimizer
+        what = "was saved with --save_only_model, without the optimizer"
+        raise WorkshopError(folder, what, "resume from another checkpoint", NO_CHECKPOINT)
     with_ranks = not all(BY_NAME[each["strategy"]].any_ranks for each in (saved, identity))
     before = compared_values(saved, with_ranks)
     now = compared_values(identity, with_ranks)
@@ -289,8 +284,8 @@ def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:
     """
     family = BY_NAME[identity["strategy"]].family
     config = identity["config"]
-    knobs = {flag: value for flag, value in DEFAULTS.items() if not CHANGEABLE_FLAGS.fullmatch(flag)}
-    found = knobs | identity["settings"] | {"strategy": family}
+    values = DEFAULTS | identity["settings"] | {"strategy": family}
+    found = {name: value for name, value in values.items() if facts(name).changes == "training"}
     if family == "FSDP2":
         config = {key: config.get(key, default) for key, default in FSDP2_FILES.items()}
         found.pop("activation_checkpointing")  # recomputed activations are the same

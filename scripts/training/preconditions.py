@@ -22,6 +22,7 @@ from models.bloom_sdpa import attention_name
 from models.chunked_loss import check_head
 from models.lora import LoraLinear
 from models.padding_free import check_padding_free
+from settings.optimizers import ADAMW, choose_optimizer
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import file_system_errors, short_reason
@@ -31,7 +32,6 @@ from training.flops import other_matrices, tokens_in_sight
 
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-ADAM_BYTES = 8  # two moments in fp32
 
 
 # 1. The model and its settings
@@ -177,7 +177,7 @@ def check_room(output_dir: str, settings: Settings, meta_model: PreTrainedModel,
 
 
 def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Strategy) -> tuple[int, int]:
-    """Return the bytes of one checkpoint and of the final model. Any optimizer but Adam counts as stateless.
+    """Return the bytes of one checkpoint and of the final model. An unknown optimizer counts as AdamW.
 
     meta_model: the model with the adapters of LoRA, if there are any.
     """
@@ -187,8 +187,7 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Str
     in_16_bit = settings.precision != "fp32"
     assert strategy.checkpoint_bytes, f"{strategy.name} writes no checkpoints"
     checkpoint = strategy.checkpoint_bytes[in_16_bit] * trained
-    if "adam" not in settings.trainer.optim:
-        checkpoint -= ADAM_BYTES * trained
+    checkpoint += (choose_optimizer(settings).state_bytes - ADAMW.state_bytes) * trained
     with_adapters = settings.model.lora_rank > 0  # without LoRA, a model may freeze some parameters by design
     weight = 2 if in_16_bit and (with_adapters or strategy in ZERO) else 4
     checkpoint += strategy.frozen_copies * weight * frozen

@@ -10,7 +10,7 @@ import pytest
     [
         (["gpu_check.py"], 3, "error: GPU: PyTorch sees none on .*; .*make gpu-check FLAGS=--cpu"),
         (["gpu_check.py", "--rows", "zero9"], 2, "error: --rows: zero9 is unknown; choose from plain, .*"),
-        (["preflight.py", "--timeout", "0"], 2, "error: --timeout: 0 is too small; .+"),
+        (["preflight.py", "--timeout", "0"], 2, "error: --timeout: 0 is out of range, .+"),
     ],
 )
 def test_an_input_error_is_one_line_and_writes_nothing(command, words, code, line):

@@ -1,7 +1,10 @@
-"""Tests of the --help output of every command, called from another directory."""
+"""The --help of every command, called from another directory, and what makes a flag a knob."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -21,3 +24,33 @@ def test_help_opens_with_the_purpose_and_commands_to_copy(path, server, tmp_path
     assert beginning.index(purpose) < 8, "the purpose must be among the first lines"
     words = rf"\s*(((PYTHONPATH=\S+ )?python|torchrun|srun) .*{path.name}|experiments/{path.stem}\.sh )"
     assert [line for line in beginning if re.match(words, line)]
+
+
+USE_KNOB = """
+import json
+import generated
+from settings.command_line import parse_command_line
+for words in ([], ["--lr_scheduler_type", "constant"]):
+    settings = parse_command_line("", words, environment={"LR_SCHEDULE": "cosine"})
+    print(json.dumps(settings.recorded()["lr_scheduler_type"]), *settings.knob_lines()[1:2])
+generated.knobs("trainer")
+parse_command_line("", [], environment={"LR_SCHEDULE": "cosin"})
+"""
+
+
+def test_a_row_with_a_variable_is_a_knob(tmp_path):
+    """It is read, recorded, shown, and explained on the page."""
+    source = (SCRIPTS / "config.py").read_text()
+    row, meaning = 'Knob("", "lr_scheduler_type", "linear"', "How the learning rate falls."
+    assert source.count(row) == 1
+    changed = source.replace(row, f'Knob("LR_SCHEDULE", "lr_scheduler_type", "linear", "{meaning}"')
+    (tmp_path / "config.py").write_text(changed)
+    folders = os.pathsep.join(map(str, (tmp_path, SCRIPTS, REPOSITORY / "docs")))
+    command = [sys.executable, "-c", USE_KNOB]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, text=True, capture_output=True)
+    assert done.stdout.splitlines()[:2] == [
+        '"cosine"   variable    LR_SCHEDULE=cosine',
+        '"constant"   flag        LR_SCHEDULE=constant',
+    ]
+    assert f"| `LR_SCHEDULE` | `--lr_scheduler_type` | `linear` | {meaning} | no |" in done.stdout
+    assert "LR_SCHEDULE: invalid choice: 'cosin' (choose from 'linear', 'cosine'" in done.stderr

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from helpers import RUN_TIMEOUT, TINY, Finished
+from helpers import REPOSITORY, RUN_TIMEOUT, TINY, Finished
 from runs import RUNS
 from workbench import Bench, Server
 
@@ -22,6 +22,8 @@ def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     bench = Bench(server, folder, TINY, RUN_TIMEOUT)
     sizes = {"model_type": "bloom", "vocab_size": 4096, "hidden_size": 512, "n_layer": 3, "n_head": 8}
     bench.write("bloom-12m/config.json", json.dumps(sizes | {"use_cache": False}))
+    zero2 = json.loads((REPOSITORY / "ds_configs/zero2.json").read_text())
+    bench.write("zero2.json", json.dumps({key: value for key, value in zero2.items() if key != "optimizer"}))
     # A Qwen2 with 4 query heads and 2 key and value heads. Its output layer shares the embedding's weights.
     sizes = {"model_type": "qwen2", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

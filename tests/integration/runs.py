@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY, XQUAD
+from settings.optimizers import ADAMW, BY_FLAG
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "ds_configs").glob("*.json"))
 FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
@@ -175,6 +176,14 @@ SHORT |= {"NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
 LARGER = SHORT | {"MODEL_NAME": "./bloom-12m", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
 ZERO3 = ("--deepspeed", "ds_configs/zero3.json", "--max_steps", "2")
 LARGE = {"12m_zero3": Run(2, ZERO3, LARGER)}
+# The optimizers whose state the estimate knows. zero2.json has no section for another one
+METHODS = {"plain": Run(), "full_shard": fsdp("full_shard"), "zero2": Run(2, ("--deepspeed", "zero2.json"))}
+OPTIMIZERS = {
+    f"{flag}_{name}": replace(row, arguments=(*row.arguments, "--optim", flag, "--max_steps", "2"), variables=SHORT)
+    for flag, optimizer in BY_FLAG.items()
+    for name, row in METHODS.items()
+    if optimizer.state and optimizer.algorithm != ADAMW.algorithm and (optimizer.shardable or name == "plain")
+}
 TRACKED = {"REPORT_TO": "wandb", "EXPERIMENT_NAME": "tracked", "SAVE_STRATEGY": "no", "EVAL_SIZE": 8}
 OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
@@ -194,9 +203,20 @@ RUNS = (
     | EXPERTS
 )
 RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16 | LORA_OTHER_MODELS
-RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
+RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OPTIMIZERS | OTHERS
 # Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16
-HELD = [*STRATEGIES, *CHUNKED, *LORA, *LORA_BF16, *TENSOR_PARALLEL, *UNTIED, "bf16_zero2", "bf16_full_shard", *LARGE]
+HELD = [
+    *STRATEGIES,
+    *CHUNKED,
+    *LORA,
+    *LORA_BF16,
+    *TENSOR_PARALLEL,
+    *UNTIED,
+    "bf16_zero2",
+    "bf16_full_shard",
+    *LARGE,
+    *OPTIMIZERS,
+]
 
 
 def uses(*names: str):

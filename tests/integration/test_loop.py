@@ -64,6 +64,7 @@ UNSUPPORTED = "exercises/loop.py does not support the value ...; leave it out, o
     [
         ("--learning_rat: unknown flag; did you mean --learning_rate?", ["--learning_rat", "1e-3"], {}),
         (f"--label_smoothing_factor: {UNSUPPORTED}", ["--label_smoothing_factor", "0.1"], {}),
+        (f"--optim: {UNSUPPORTED}", ["--optim", "sgd"], {}),
         (f"--lr_scheduler_type: {UNSUPPORTED}", ["--lr_scheduler_type", "greedy"], {}),
         (f"PADDING: {UNSUPPORTED}", [], {"PADDING": "none", "ATTENTION": "sdpa"}),
         (f"LORA_RANK: {UNSUPPORTED}", [], {"LORA_RANK": 8}),

@@ -15,6 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from models.lora import add_adapters
 from records.writer import RunRecord
 from settings.command_line import parse_command_line
+from settings.optimizers import BY_FLAG
 from training import audit
 from training.audit import AuditCallback, AuditedKnob, offload_knobs
 
@@ -124,12 +125,16 @@ def test_a_base_that_is_not_frozen_in_the_precision_of_the_computation_ends_the_
     assert line.startswith("error: knob audit: frozen weights: fp32 was requested, bf16 is what would run;")
 
 
-def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(settings):
+@pytest.mark.parametrize("flag", [*BY_FLAG, "lion_32bit"])
+def test_another_optimizer_ends_the_run_unless_the_workshop_does_not_know_it(flag, settings, refusal):
     trainer = plain_trainer()
-    settings = replace(settings, trainer=replace(settings.trainer, optim="sgd"))
-    trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters())
-    knobs = json.loads(run_audit(trainer, settings).path.read_text())["knobs"]
-    assert knobs["optimizer"] == {"requested": "SGD (torch)", "effective": "SGD (torch)"}
+    settings = replace(settings, trainer=replace(settings.trainer, optim=flag))
+    trainer.optimizer.optimizer = torch.optim.Adam(trainer.model.parameters())
+    if flag in BY_FLAG:
+        line = f"knob audit: optimizer: {BY_FLAG[flag].shown[0]} was requested, Adam (torch) is what would run;"
+        assert line in refusal(run_audit, trainer, settings, code=3)
+    else:
+        run_audit(trainer, settings)
 
 
 def test_a_difference_on_another_rank_ends_this_rank_too(settings, refusal, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from distributed.strategy import FULL_SHARD, PLAIN, ZERO
-from helpers import as_nobody, only_root
+from helpers import REPOSITORY, as_nobody, only_root
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from shared.paths import CHECKPOINT_MARKER
@@ -36,7 +36,8 @@ def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 
     path = Path(folder) / f"checkpoint-{step}"
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
-    (path / "optimizer.pt").write_bytes(b"0123456789")
+    for name in ("optimizer.pt", "rng_state.pth"):
+        (path / name).write_bytes(b"0123456789")
     if complete:
         mark_complete(path, MARKED | {"step": step} | saved_by)
         time = (path / CHECKPOINT_MARKER).stat().st_mtime - age
@@ -173,6 +174,7 @@ CHANGED = {
     "--labels answer --max_length 256": "labels was sequence, is answer, max_length was 512, is 256",
     "--dataset my.json": "dataset was squad, is my.json",
     "--lora_rank 8": "lora_rank was 0, is 8",
+    "--dataloader_drop_last": "dataloader_drop_last was False, is True",
     "--warmup_steps 10 --seed 3": "seed was 42, is 3, warmup_steps was 0, is 10.0",
 }
 
@@ -222,10 +224,27 @@ def test_no_checkpoint_is_resumed_by_another_family(saved, resumed, refusal):
     assert "strategy was " in refusal(check_same_training, folder, make_run(strategy=resumed)[1], code=4)
 
 
-def test_a_knob_that_is_younger_than_the_checkpoint_had_its_default():
-    older = make_run()[1]
-    del older["settings"]["lora_rank"]
-    check_same_training(str(checkpoint("output/7", 20, **older)), make_run()[1])
+def test_a_checkpoint_of_2_0_0_resumes(refusal):
+    """Its marker has no flag that is younger, and none that might change then, such as dataloader_drop_last."""
+    saved = json.loads((REPOSITORY / "tests/data/marker_of_2.0.0.json").read_text())
+    flags = "--dataset data/squad_sample.json --train_size 16 --eval_size 4 --max_length 128 --fp16 False"
+    flags += " --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --save_strategy no --steps 4"
+    now = make_run(*flags.split())[1] | {"data": saved["data"]}
+    folder = checkpoint("output/7", 2)
+    (folder / CHECKPOINT_MARKER).write_text(json.dumps(saved))
+    check_same_training(str(folder), now)
+    other = make_run(*flags.split(), "--dataloader_drop_last")[1]
+    line = refusal(check_same_training, folder, other, code=4)
+    assert "is of another training: dataloader_drop_last was False, is True; " in line
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused(refusal):
+    folder = checkpoint("output/7", 20, complete=False)
+    (folder / "rng_state.pth").unlink()
+    mark_complete(folder, make_run()[1] | {"step": 20})
+    assert refusal(check_same_training, folder, make_run()[1], code=4) == (
+        f"error: {folder}: was saved with --save_only_model, without the optimizer; resume from another checkpoint"
+    )
 
 
 def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):
@@ -282,3 +301,6 @@ def test_too_little_disk_space_is_found_before_the_training(monkeypatch, refusal
     check_room("output/7", unsaved, model, ZERO[2], keep=10)
     checkpoint("output/7", 10)
     check_room("output/7", settings, model, FULL_SHARD, keep=1)
+    for optim, size in {"sgd": 4, "rmsprop": 8, "adafactor": 12}.items():  # an unknown state counts as AdamW's
+        other = make_run("--fp16", "False", "--optim", optim)[0]
+        assert preconditions.bytes_to_save(other, model, PLAIN)[0] == 1000 * size

@@ -8,7 +8,8 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-from config import KNOBS
+from config import FLAGS, KNOBS, TRAINER_FLAGS, DataArguments, ModelArguments, facts, knobs_of, number_or_all
+from estimate.flags import EstimateArguments
 from helpers import EXPERIMENTS
 from settings import precision
 from settings.command_line import actions_by_flag, build_parser, parse_command_line
@@ -102,12 +103,19 @@ def test_a_variable_that_is_almost_a_knob_is_a_warning_and_those_of_the_workshop
     assert warn_of_unread_variables({}, dict.fromkeys([*names, "NUM_THREADS", "LESS"], "site")) == ()
 
 
+def test_each_flag_has_one_row():
+    trainer_flags = [knob.flag for knob in TRAINER_FLAGS]
+    rows = [*knobs_of(ModelArguments), *knobs_of(DataArguments), *trainer_flags]
+    assert sorted(rows) == sorted(FLAGS), "the last row of a flag would count"
+    assert {*trainer_flags} <= {each.name for each in dataclasses.fields(TrainingArguments)}
+
+
 def test_every_variable_is_named_in_the_help(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("Purpose.")
-    assert [variable for variable, *_ in KNOBS if f"Variable {variable}." not in text] == []
+    assert [knob.variable for knob in KNOBS if f"Variable {knob.variable}." not in text] == []
 
 
 def test_values_that_follow_from_other_flags():
@@ -185,7 +193,7 @@ MISTAKES = {
     "--lora_rank 8 --tensor_parallel 2": "--lora_rank: cannot be combined with --tensor_parallel, which cuts the "
     "layers that get adapters;",
     "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
-    "--fsdp --optim adafactor": "--optim: adafactor cannot update sharded parameters; use adamw_torch_fused (",
+    "--fsdp --optim adafactor": "--optim: adafactor cannot update shards; use one of adamw_torch_fused, ",
     "--model_name custom-gpt --seq_length 3": "--max_length: 512 is more than the 3 positions of --seq_length; lower",
     # secrets, which `ps` would show
     "--hub_token=hf_canary": "--hub_token: ",
@@ -203,14 +211,24 @@ def test_a_mistake_is_one_line_with_a_remedy(words, gpu, monkeypatch, refusal):
     assert "hf_canary" not in line
 
 
-NUMBERS = [flag for flag, action in actions_by_flag(build_parser("")).items() if action.type in (int, float)]
+ACTIONS = actions_by_flag(build_parser("", EstimateArguments))
+NUMBERS = [flag for flag, action in ACTIONS.items() if action.type in (int, float, number_or_all)]
+
+
+def estimate(*argv: str, **environment: str) -> Settings:
+    return parse_command_line("", list(argv), EstimateArguments, environment=environment)
 
 
 @pytest.mark.parametrize("flag", NUMBERS)
 def test_no_number_is_negative_infinite_or_huge(flag, refusal):
+    """The limits of a flag in config.py are the only exceptions."""
+    knob = knobs_of(EstimateArguments).get(flag) or facts(flag)
     for number in ("nan", "inf", "1e300", "-1e300", "9" * 400, "-3"):
-        if (flag, number) != ("save_total_limit", "-3"):
-            assert refusal(parse, f"--{flag}={number}").startswith(f"error: --{flag}: ")
+        if number != "-3" or knob.limits.at_least > -3:
+            assert refusal(estimate, f"--{flag}={number}").startswith(f"error: --{flag}: ")
+            if knob.variable:
+                line = refusal(lambda text: estimate(**{knob.variable: text}), number)
+                assert line.startswith(f"error: {knob.variable}: ")
 
 
 def test_numbers_that_mean_no_limit_or_none_are_legal():

@@ -167,6 +167,8 @@ def test_optimizer_and_scheduler_cannot_be_chosen_twice(written, refusal):
     )
     line = refusal(compare, path, "--lr_scheduler_type", "cosine")
     assert "scheduler.type is WarmupLR, but --lr_scheduler_type is cosine" in line
+    line = refusal(compare, written(changed_config("optimizer", REMOVED)), "--optim", "adagrad")
+    assert line.startswith("error: --optim: adagrad cannot update shards; use one of adamw_torch_fused, adamw_torch, ")
 
 
 def test_zero_3_that_saves_no_weights_is_refused_unless_nothing_is_saved(written, refusal):

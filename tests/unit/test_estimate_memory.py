@@ -114,6 +114,8 @@ def test_a_tensor_group_shards_embedding_and_head_but_not_logits():
     [
         # bytes per parameter of bloom-560m: parameters, gradients, optimizer state (arXiv:1910.02054, figure 1)
         ((), (4, 4, 8)),
+        (("--optim", "sgd"), (4, 4, 0)),
+        (("--fsdp", "--optim", "rmsprop"), (1, 2, 1)),
         (("--deepspeed", "ds_configs/zero0.json"), (2, 2, 12)),
         (("--deepspeed", "ds_configs/zero1.json"), (2, 2, 3)),
         (("--deepspeed", "ds_configs/zero3.json"), (0.5, 0.5, 3)),
@@ -208,6 +210,7 @@ def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
         (["--gpu", "3"], "error: --gpu: unknown flag; did you mean --gpus?"),
         (["--deepspeed", "nope.json"], "error: nope.json: No such file or directory; "),
         (["--optim", "adafactor"], "error: --optim: adafactor cannot be estimated, only "),
+        (["--optim", "sgd", "--optim_args", "momentum=0.9"], "error: --optim: sgd cannot be estimated, only "),
         (["--compare", "--fsdp"], "error: --fsdp: cannot be combined with --compare, "),
     ],
 )

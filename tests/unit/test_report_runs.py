@@ -1,20 +1,36 @@
 """Runs in the report that failed, cannot be compared, were repeated, or have damaged records and logs."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from report_files import CPU_HEADER, GPU_HEADER, RUNS_OF_1_0_0, add_run, cell, cpu_log, find_run, gpu_log, table, write
+from config import DEFAULTS, FLAGS
+from report_files import (
+    CPU_HEADER,
+    GPU_HEADER,
+    RUNS_OF_1_0_0,
+    SAMPLE,
+    add_run,
+    cell,
+    cpu_log,
+    find_run,
+    gpu_log,
+    table,
+    write,
+)
 from reporting.metrics import Cell, decimals, metric_value
 from reporting.report_folder import write_report
 from reporting.runs import Missing, find_runs
+from reporting.tables import traits
 from reporting.trainer_log import entries, find_log, last_step, log_end, read_summary
 
 STAGE = "deepspeed-single-gpu/zero_1"
 TABLE = "zero-stages-tiny-bloom"
 SCALING = "deepspeed-multi-gpu"
+RECORDED = json.loads(SAMPLE.read_text())["settings"]
 
 
 def stage_1(top: Path, all_runs: bool = False):
@@ -289,6 +305,13 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
 # --- comparisons
 
 
+def test_the_report_compares_what_stands_for_a_flag(tmp_path):
+    """The rows of a table are the strategies, which differ."""
+    add_run(tmp_path, "baseline", "1")
+    (run,) = find_runs([tmp_path])
+    assert {knob.compared_as for knob in FLAGS.values()} <= {"", "strategy", *traits(run)}
+
+
 def uses_optimizer(name: str) -> dict:
     return {"knobs__optimizer": {"requested": name, "effective": name}}
 
@@ -299,15 +322,18 @@ def uses_optimizer(name: str) -> dict:
         ({"settings__labels": "answer"}, "labels answer, others sequence"),
         ({"knobs__precision__effective": "fp32"}, "precision fp32, others bf16"),
         (uses_optimizer("Adafactor (transformers)"), "optimizer Adafactor, others AdamW"),
+        ({"settings__lr_scheduler_type": "cosine"}, "lr_scheduler_type cosine, others linear"),
         ({"git__dirty": True}, "commit 82e46aa937 with changes, others 82e46aa937"),
         ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
     ],
 )
 def test_a_run_that_does_not_compare_is_marked(tmp_path, change, said):
+    # DeepSpeed's own AdamW is the same algorithm, and a flag that an older record does not have had its default
+    younger = [each for each in FLAGS.values() if each.flag not in RECORDED and each.flag in DEFAULTS]
+    now = {f"settings__{each.flag}": each.default for each in younger if not each.only_for}
+    own = {"1": {}, "2": change, "3": uses_optimizer("DeepSpeedCPUAdam (deepspeed)") | now}
     for job, stage in (("1", "zero_1"), ("2", "zero_2"), ("3", "zero_3")):
-        # DeepSpeed's own AdamW is the same algorithm
-        own = uses_optimizer("DeepSpeedCPUAdam (deepspeed)") if job == "3" else {}
-        add_run(tmp_path, f"deepspeed-single-gpu/{stage}", job, **(change if job == "2" else own))
+        add_run(tmp_path, f"deepspeed-single-gpu/{stage}", job, **own[job])
     rows = [row for row in table(tmp_path, TABLE).rows if row.run]
     assert [row.status for row in rows] == ["completed", "completed, not comparable", "completed"]
     assert rows[1].remarks == [f"not comparable: {said}"]
