@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from config import DEFAULTS
 from distributed.ds_config import check_ds_config
 from distributed.fsdp_config import check_fsdp_file, resolve_sizes
 from distributed.tensor_parallel import check_groups
@@ -79,4 +78,4 @@ def check_optimizer(settings: Settings) -> None:
     if not choose_optimizer(settings).state:
         known = ", ".join(name for name, each in BY_FLAG.items() if each.state)
         what = f"{settings.trainer.optim} cannot be estimated, only {known} without --optim_args"
-        raise WorkshopError("--optim", what, f"estimate with {DEFAULTS['optim']}")
+        raise WorkshopError("--optim", what, "estimate with one of these")
