@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from config import DEFAULTS
 from distributed.config_file import read_config_file
 from estimate.flags import EstimateArguments, RankFlags
 from settings.command_line import parse_command_line
@@ -62,4 +61,4 @@ def check_optimizer(settings: Settings) -> None:
     if not choose_optimizer(settings).state:
         known = ", ".join(name for name, each in BY_FLAG.items() if each.state)
         what = f"{settings.trainer.optim} cannot be estimated, only {known} without --optim_args"
-        raise WorkshopError("--optim", what, f"estimate with {DEFAULTS['optim']}")
+        raise WorkshopError("--optim", what, "estimate with one of these")

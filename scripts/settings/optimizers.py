@@ -57,6 +57,5 @@ def choose_optimizer(settings: Settings) -> Optimizer:
 
 def algorithm(name: str) -> str:
     """Return the algorithm of an optimizer. name: a value of --optim, or as the audit shows it: ``SGD (torch)``."""
-    if name in ADAMW_OF_DEEPSPEED.shown:
-        return ADAMW.algorithm
-    return BY_FLAG[name].algorithm if name in BY_FLAG else name.partition(" (")[0]
+    known = BY_FLAG | dict.fromkeys(ADAMW_OF_DEEPSPEED.shown, ADAMW)
+    return known[name].algorithm if name in known else name.partition(" (")[0]

@@ -1,10 +1,7 @@
 """The --help of every command, called from another directory, and what makes a flag a knob."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -38,19 +35,17 @@ parse_command_line("", [], environment={"LR_SCHEDULE": "cosin"})
 """
 
 
-def test_a_row_with_a_variable_is_a_knob(tmp_path):
+def test_a_row_with_a_variable_is_a_knob(command, tmp_path):
     """It is read, recorded, shown, and explained on the page."""
-    source = (SCRIPTS / "config.py").read_text()
-    row, meaning = 'Knob("", "lr_scheduler_type", "linear"', "How the learning rate falls."
+    source, row = (SCRIPTS / "config.py").read_text(), 'Knob("", "lr_scheduler_type", "linear"'
     assert source.count(row) == 1
-    changed = source.replace(row, f'Knob("LR_SCHEDULE", "lr_scheduler_type", "linear", "{meaning}"')
-    (tmp_path / "config.py").write_text(changed)
-    folders = os.pathsep.join(map(str, (tmp_path, SCRIPTS, REPOSITORY / "docs")))
-    command = [sys.executable, "-c", USE_KNOB]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, text=True, capture_output=True)
-    assert done.stdout.splitlines()[:2] == [
+    knob = 'Knob("LR_SCHEDULE", "lr_scheduler_type", "linear", "How the learning rate falls."'
+    (tmp_path / "config.py").write_text(source.replace(row, knob))
+    (tmp_path / "use_knob.py").write_text(USE_KNOB)
+    done = command(tmp_path / "use_knob.py", PYTHONPATH=f"{SCRIPTS}:{REPOSITORY / 'docs'}")
+    assert done.out.splitlines()[:2] == [
         '"cosine"   variable    LR_SCHEDULE=cosine',
         '"constant"   flag        LR_SCHEDULE=constant',
     ]
-    assert f"| `LR_SCHEDULE` | `--lr_scheduler_type` | `linear` | {meaning} | no |" in done.stdout
-    assert "LR_SCHEDULE: invalid choice: 'cosin' (choose from 'linear', 'cosine'" in done.stderr
+    assert "| `LR_SCHEDULE` | `--lr_scheduler_type` | `linear` | How the learning rate falls. | no |" in done.out
+    assert "LR_SCHEDULE: invalid choice: 'cosin' (choose from 'linear', 'cosine'" in done.err
