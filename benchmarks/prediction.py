@@ -47,7 +47,7 @@ sys.path.insert(0, str(SCRIPTS))
 from distributed.collectives import gather_lists, print_once
 from estimate.memory import MemoryPart, totals
 from estimate.predict_from_record import predicted_parts
-from training.measured_memory import storages
+from measure.measured_memory import storages
 
 RESULTS = Path(__file__).with_suffix(".json")
 MIB = 2**20

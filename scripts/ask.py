@@ -20,6 +20,7 @@ from datasets import Dataset
 
 from config import DEFAULTS
 from data_loader import tokenise_batch
+from measure.exact_match import Generation, answer_questions
 from model import check_model, load_model, load_tokenizer
 from read_questions import READABLE, UNANSWERABLE
 from settings.command_line import parse_command_line
@@ -27,7 +28,6 @@ from settings.precision import DTYPES
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.hub import draw_bars_on_terminals_only
 from shared.json_files import decode, read_bytes
-from training.exact_match import Generation, answer_questions
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ import torch
 from data_loader import load_set
 from distributed import watchdog
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
+from measure.exact_match import Generation, check_references, exact_match_and_f1
 from model import check_model, load_model, load_tokenizer
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.trainer_flags import training_arguments
 from shared.hub import draw_bars_on_terminals_only
-from training.exact_match import Generation, check_references, exact_match_and_f1
 
 
 def main() -> None:

@@ -31,15 +31,15 @@ from data_loader import collator, load_squad
 from distributed.collectives import print_once
 from distributed.process_group import run_and_exit
 from distributed.tensor_parallel import apply_tensor_parallel
+from guard.checkpoints import full_disk_errors
+from guard.run_frame import start_run
+from measure.exact_match import Generation, exact_match_and_f1
 from model import load_model, load_tokenizer, save_model
 from models.chunked_loss import use_chunked_loss
 from models.lora import add_adapters
 from models.padding_free import use_padding_free
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
-from training.checkpoints import full_disk_errors
-from training.exact_match import Generation, exact_match_and_f1
-from training.run_frame import start_run
 from training.trainer import WorkshopTrainer
 
 

@@ -59,8 +59,8 @@ def preload() -> None:
         importlib.import_module(name)
     # The first call takes half a second
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("bloom")
-    sys.modules["training.flops"].SECONDS = 0.01
-    sys.modules["training.flops"].CPU_SIZE = 256
+    sys.modules["measure.flops"].SECONDS = 0.01
+    sys.modules["measure.flops"].CPU_SIZE = 256
     os.environ.clear()
     os.environ.update(before)
     gc.collect()

@@ -110,12 +110,12 @@ def set_address(pointer: Any, number: int) -> None:
 
 def use_stub(stub: StubNvml, uuid: str, patch: Callable[[Any, str, Any], Any] = setattr) -> None:
     """Let this process see one GPU, with this UUID, in the modules that ask NVML. The training stays on the CPU."""
+    import measure.energy
+    import measure.gpu_activity
     import shared.nvml
-    import training.energy
-    import training.gpu_activity
 
     patch(pynvml, "nvmlLib", stub)
     patch(pynvml, "_nvmlGetFunctionPointer_cache", {})
     patch(shared.nvml, "gpu_uuid", lambda index: uuid)
-    for module in (shared.nvml, training.energy, training.gpu_activity):
+    for module in (shared.nvml, measure.energy, measure.gpu_activity):
         patch(module, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))

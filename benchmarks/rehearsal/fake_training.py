@@ -35,13 +35,14 @@ from distributed.process_group import adopt_process_group, prepare_deepspeed, si
 from distributed.strategy import choose_strategy
 from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import device_rules, forward_pass, model_without_storage
+from measure.measured_memory import gradient_tensors, optimizer_tensors
+from measure.profiling import mark_phases
 from models.chunked_loss import next_tokens, use_chunked_loss
 from models.lora import add_adapters
 from rehearsal.observer import ObservedStep, Observer
 from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.errors import WorkshopError
-from training.measured_memory import gradient_tensors, optimizer_tensors
 from training.trainer import WorkshopTrainer
 
 
@@ -60,7 +61,7 @@ class FakeTrainer(WorkshopTrainer):
         super().__init__(tokenizer=None, **kwargs)
         self.remove_callback(PrinterCallback)
         self.observer = observer
-        self.mark_phases(observer.in_phase)
+        mark_phases(self, observer.in_phase)
         self.length = settings.data.max_length  # tokens of a sequence
         self.one_row = settings.data.padding == "none"
         self.zero_stage = settings.zero.get("stage", 0)

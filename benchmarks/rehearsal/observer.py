@@ -134,7 +134,7 @@ class Observer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
-        """Set the phase, for `WorkshopTrainer.mark_phases`. Phases are nested: backward contains forward."""
+        """Set the phase, for `profiling.mark_phases`. Phases are nested: backward contains forward."""
         before = self.phase
         self.phase = name
         yield

@@ -1,6 +1,6 @@
 """The strategies that divide a training run among its ranks, and the facts in which they differ.
 
-`choose_strategy` returns the requested strategy. training/audit.py compares it with the strategy that is in effect.
+`choose_strategy` returns the requested strategy. guard/audit.py compares it with the strategy that is in effect.
 """
 
 import os

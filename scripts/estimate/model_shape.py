@@ -222,10 +222,10 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
     from transformers.modeling_utils import local_torch_dtype
 
     import models.custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
+    from measure.flops import tokens_in_sight
     from models.bloom_sdpa import attention_name, use_attention
     from models.lora import add_adapters
     from models.padding_free import check_padding_free, use_padding_free
-    from training.flops import tokens_in_sight
 
     # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -43,7 +43,7 @@ OF_A_RANK = {
     "PET_NODE_RANK": "job/on_node.py -> torchrun",
     "RANK": "torchrun distributed/process_group.py -> distributed/collectives.py distributed/process_group.py"
     " distributed/rendezvous.py distributed/strategy.py distributed/watchdog.py shared/errors.py",
-    "TORCHELASTIC_RUN_ID": "torchrun -> distributed/process_group.py distributed/watchdog.py training/stopping.py",
+    "TORCHELASTIC_RUN_ID": "torchrun -> distributed/process_group.py distributed/watchdog.py guard/stopping.py",
     "TORCHELASTIC_USE_AGENT_STORE": "torchrun -> distributed/rendezvous.py",
     "WORLD_SIZE": "torchrun distributed/process_group.py -> distributed/collectives.py distributed/process_group.py"
     " distributed/watchdog.py",
@@ -104,14 +104,14 @@ VARIABLES = {
     "SLURM_NODEID": "Slurm -> job/on_node.py",
     "SLURM_OVERCOMMIT": "run_job.py -> srun",
     "SLURM_PROCID": "Slurm -> job/on_node.py distributed/process_group.py shared/errors.py",
-    "SLURM_RESTART_COUNT": "Slurm -> run_job.py records/writer.py training/checkpoints.py",
+    "SLURM_RESTART_COUNT": "Slurm -> run_job.py records/writer.py guard/checkpoints.py",
     "SLURM_STEP_NODELIST": "Slurm -> distributed/process_group.py",
     "SLURM_STEP_NUM_TASKS": "Slurm -> job/on_node.py distributed/process_group.py distributed/watchdog.py",
     "SLURM_STEP_TASKS_PER_NODE": "Slurm -> distributed/process_group.py",
     "SLURM_SUBMIT_DIR": "Slurm -> run_job.py",
     "SRUN_CPUS_PER_TASK": "run_job.py -> srun",
     # What one program takes from the shell or gives to a library
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "training/preconditions.py -> accelerate",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "guard/preconditions.py -> accelerate",
     "CLUSTER": "cluster.py -> cluster.py",
     "CLUSTER_PID": "cluster.py -> cluster.py",
     "DS_ACCELERATOR": "distributed/process_group.py -> DeepSpeed",
@@ -128,8 +128,8 @@ VARIABLES = {
     "NCCL_SOCKET_IFNAME": "distributed/process_group.py -> NCCL",
     "PATH": "user cluster.py distributed/process_group.py -> cluster.py distributed/process_group.py shells",
     "SUDO_UID": "sudo -> cluster.py",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "user training/checkpoints.py -> PyTorch",
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "training/checkpoints.py -> PyTorch",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "user guard/checkpoints.py -> PyTorch",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "guard/checkpoints.py -> PyTorch",
     "USER": "cluster.py -> shells",
     "WANDB_API_KEY": "tracking.py -> wandb",
 }

@@ -1,6 +1,6 @@
 """The optimizers that the workshop knows, and the facts in which they differ.
 
-`choose_optimizer` returns the requested optimizer. training/audit.py compares it with the optimizer that runs.
+`choose_optimizer` returns the requested optimizer. guard/audit.py compares it with the optimizer that runs.
 """
 
 from dataclasses import dataclass, replace

@@ -1,1 +1,1 @@
-"""The parts of a training run: Trainer, callbacks, checkpoints, knob audit and measurements."""
+"""The Trainer of a training run, its callbacks, and workarounds for the libraries."""

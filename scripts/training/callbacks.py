@@ -9,18 +9,18 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 from distributed import watchdog
 from distributed.collectives import print_once
+from guard.audit import AuditCallback
+from guard.checkpoints import CheckpointCallback
+from guard.run_frame import Run
+from guard.stopping import StopCallback
+from measure.gpu_activity import GpuActivityMeter
+from measure.measured_memory import model_state_bytes, record_model_state, record_peaks
+from measure.profiling import ProfileCallback
+from measure.speed import TrainSpeed
+from measure.utilisation import Utilisation
 from records.schema import local_now
 from shared.errors import WorkshopError
-from training.audit import AuditCallback
-from training.checkpoints import CheckpointCallback
-from training.gpu_activity import GpuActivityMeter
-from training.measured_memory import model_state_bytes, record_model_state, record_peaks
-from training.profiling import ProfileCallback
-from training.run_frame import Run
-from training.speed import TrainSpeed
-from training.stopping import StopCallback
 from training.trainer import WorkshopTrainer
-from training.utilisation import Utilisation
 
 PERCENT_PER_LINE = 5
 

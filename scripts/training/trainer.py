@@ -1,6 +1,5 @@
 """The Trainer used by all runs. It computes the same losses under every strategy and resumes exactly after a stop."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -13,25 +12,18 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
 from distributed.collectives import gather_lists, max_over_ranks, print_once, rank, ranks_per_gpu, world_size
+from guard.checkpoints import checkpoint_folder, full_disk_errors, is_complete
+from guard.silent_faults import check_weights, explain_loss
+from measure.flops import KINDS_OF_TOKENS, count_tokens
+from measure.speed import TrainSpeed
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
 from shared.paths import CHECKPOINT_MARKER
-from training.checkpoints import checkpoint_folder, full_disk_errors, is_complete
-from training.flops import KINDS_OF_TOKENS, count_tokens
-from training.silent_faults import check_weights, explain_loss
-from training.speed import TrainSpeed
 from training.upstream_fixes import UpstreamFixes
 
 # Key of the counts in a checkpoint's trainer_state.json, under which version 2.0.0 wrote them, too
 COUNTS = "MeasureCallback"
 BAD_LOSSES = 3  # successive steps in fp16 whose loss is not finite
-# The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
-PHASES = {
-    "data": "get_batch_samples",
-    "forward": "compute_loss",
-    "backward": "training_step",
-    "optimizer": "_clip_grad_norm",
-}
 
 
 class WorkshopTrainer(UpstreamFixes):
@@ -52,11 +44,6 @@ class WorkshopTrainer(UpstreamFixes):
         self.unlogged_not_finite = torch.zeros((), device=self.args.device)
         self.bad_steps = torch.zeros((), device=self.args.device)
         self.bad_losses = 0  # successive steps whose loss is not finite
-
-    def mark_phases(self, phase: Callable[[str], contextlib.ContextDecorator]) -> None:
-        """Enter `phase(name)` around each phase of a step, for a profile. Call this before the training."""
-        for name, method in PHASES.items():
-            setattr(self, method, phase(name)(getattr(self, method)))
 
     @cached_property
     def steps_per_epoch(self) -> int:

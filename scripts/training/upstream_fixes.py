@@ -95,7 +95,7 @@ FIXES = (
         "BLOOM accepts attn_implementation='sdpa'",
     ),
     Fix(
-        "training/exact_match.py::root_gathered",
+        "measure/exact_match.py::root_gathered",
         "torch==2.13.0",
         "generate() of a model with FSDP1 gathers the parameters outside its blocks",
     ),

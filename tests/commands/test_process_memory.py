@@ -8,7 +8,7 @@ from helpers import REPOSITORY
 PEAK = """
 import sys
 sys.path.insert(0, "scripts")
-from training.measured_memory import peak_process_mib
+from measure.measured_memory import peak_process_mib
 before = peak_process_mib()
 held = b"1" * 2**28
 del held

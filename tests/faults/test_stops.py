@@ -27,7 +27,7 @@ def complete_checkpoints(ended: Finished) -> set[str]:
 TORN_FILE = "open(args[1], 'wb').write(b'torn'); os.kill(os.getpid(), signal.SIGKILL)"
 TORN_FOLDER = "os.remove(os.path.join(args[0], 'optimizer.pt')); os.kill(os.getpid(), signal.SIGKILL)"
 FIRST, BOTH = {"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"}
-REMOVE_OLDER = "training.checkpoints.CheckpointCallback.remove_older"
+REMOVE_OLDER = "guard.checkpoints.CheckpointCallback.remove_older"
 KILLED = {  # the patch that kills the run at this moment, and the checkpoints that are complete at this moment
     "before the first record": (patch_call("records.writer.RunRecord.write"), set()),
     "while the record is replaced": (patch_call("pathlib.Path.replace"), set()),
@@ -39,8 +39,8 @@ KILLED = {  # the patch that kills the run at this moment, and the checkpoints t
         FIRST,
     ),
     "in the middle of a file": (patch_call("torch.save", 6, TORN_FILE), FIRST),
-    "before a checkpoint is marked": (patch_call("training.checkpoints.CheckpointCallback.on_save", 2), FIRST),
-    "while a checkpoint is marked": (patch_call("training.checkpoints.write_json", 2), FIRST),
+    "before a checkpoint is marked": (patch_call("guard.checkpoints.CheckpointCallback.on_save", 2), FIRST),
+    "while a checkpoint is marked": (patch_call("guard.checkpoints.write_json", 2), FIRST),
     "before the older checkpoint is removed": (patch_call(REMOVE_OLDER, 2), BOTH),
     "while the model is saved": (patch_call("transformers.modeling_utils.safe_save_file", 3), BOTH),
     "as the run ends": (patch_call("records.writer.RunRecord.__exit__"), BOTH),
@@ -104,7 +104,7 @@ STOPPED = {  # the patch that sends the signal at this moment, and the step of t
 }
 MORE_STOPPED = {
     "in the last step": (signal_patch(STEP, 4, signal.SIGTERM), 4),
-    "as a checkpoint is marked": (signal_patch("training.checkpoints.mark_complete", 1, signal.SIGTERM), 2),
+    "as a checkpoint is marked": (signal_patch("guard.checkpoints.mark_complete", 1, signal.SIGTERM), 2),
     "in a step, HUP": (signal_patch(STEP, 3, signal.SIGHUP), 3),
     "in a step, INT": (signal_patch(STEP, 3, signal.SIGINT), 3),
     "in a step, twice": (signal_patch(STEP, 3, signal.SIGTERM, signal.SIGTERM), 3),
@@ -144,7 +144,7 @@ def test_run_stopped_before_the_first_step(bench: Bench):
 
 @pytest.mark.promise("reliability 3")
 def test_run_stopped_while_it_generates_answers(bench: Bench):
-    script = bench.patched(signal_patch("training.exact_match.answer_questions", 1, signal.SIGTERM))
+    script = bench.patched(signal_patch("measure.exact_match.answer_questions", 1, signal.SIGTERM))
     ended = bench.run(*KEPT, script=script, code=143, EM_F1=True)
     assert (ended.record["status"], ended.record["exit_code"]) == ("stopped", 143)
     again = bench.run(*KEPT, RESUME, EM_F1=True)
@@ -228,7 +228,7 @@ def test_fp16_resumes_with_its_loss_scale(bench: Bench, method):
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=TEST_FAULTS_ONLY), "FSDP", *DEEPSPEED])
 def test_all_ranks_skip_a_checkpoint_that_is_not_marked(bench: Bench, method):
     flags = METHODS[method]
-    script = bench.patched(patch_call("training.checkpoints.CheckpointCallback.on_save", 2))
+    script = bench.patched(patch_call("guard.checkpoints.CheckpointCallback.on_save", 2))
     dead = bench.run(*flags, *KEPT, script=script, code=-signal.SIGKILL, **PAIR)
     assert complete_marks(dead.output) == {"checkpoint-2": True, "checkpoint-4": False}
     again = bench.run(*flags, *KEPT, RESUME, **PAIR)

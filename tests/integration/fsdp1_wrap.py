@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from distributed import inspect_fsdp
+from guard.audit import AuditCallback
+from measure.exact_match import root_gathered
 from models.custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
-from training.audit import AuditCallback
-from training.exact_match import root_gathered
 
 dist.init_process_group("gloo")
 sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "ff_dim": 32, "seq_length": 16}

@@ -14,7 +14,7 @@ FEW = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
 # PyTorch pins no memory without a GPU, so this patch only copies a tensor. Tensors with the copy's storage count as
 # pinned.
 PINNING = """
-from training import audit
+from guard import audit
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 kept = {}
 def pin_memory(self, tensor, make_copy=True, match_shape=True):
@@ -25,7 +25,7 @@ CPU_Accelerator.pin_memory = pin_memory
 CPU_Accelerator.is_pinned = lambda self, tensor: tensor.untyped_storage().data_ptr() in kept
 audit.can_pin = lambda: True
 """
-WRONG_BATCH = "from training import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)"
+WRONG_BATCH = "from guard import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)"
 ACCUMULATION = "gradient accumulation: 2 was requested, 1 is what would run;"
 ZERO2_PINNED = "ds_configs/zero2_cpu_offload_pinned_memory.json"
 # Flags, a patch that breaks the run, and the text of the error line
@@ -34,7 +34,7 @@ BROKEN = {
     "batch_of_deepspeed": (("--deepspeed", "ds_configs/zero1.json"), WRONG_BATCH, ACCUMULATION),
     "ddp_instead_of_fsdp": (
         ("--fsdp",),
-        "from training import run_frame\nrun_frame.shard_on_cpu = lambda: None",
+        "from guard import run_frame\nrun_frame.shard_on_cpu = lambda: None",
         "strategy: FSDP2 FULL_SHARD was requested, DDP is what would run;",
     ),
     "blocks_not_wrapped": (

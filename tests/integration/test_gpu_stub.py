@@ -43,7 +43,8 @@ def test_use_cpu_never_starts_cuda(on_gpu_machine):
 
 
 SHARED = """
-from training import speed, trainer
+from measure import speed
+from training import trainer
 
 speed.ranks_per_gpu = trainer.ranks_per_gpu = lambda: 2
 """

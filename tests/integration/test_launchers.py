@@ -10,9 +10,9 @@ import re
 import pytest
 
 from helpers import LAUNCHERS, Finished, free_port
+from measure.profiling import PHASES, PROFILED_STEPS
 from records.schema import read_record
 from runs import PYTHON, TORCHRUN, uses
-from training.profiling import PHASES, PROFILED_STEPS
 from workbench import SMALL, Bench
 
 

@@ -11,7 +11,7 @@ from workbench import complete_marks
 
 # Kill every rank with SIGKILL before the checkpoint of the second epoch is marked as complete
 UNMARKED = """
-from training.checkpoints import CheckpointCallback
+from guard.checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     if state.global_step == 4:

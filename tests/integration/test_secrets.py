@@ -12,7 +12,7 @@ from workbench import Bench
 
 # Crash after the first checkpoint
 CRASH = """
-from training.checkpoints import CheckpointCallback
+from guard.checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     original(self, args, state, control, **kwargs)

@@ -12,7 +12,7 @@ from workbench import complete_marks
 FAULTS = """
 import os
 import torch
-from training.silent_faults import own_part
+from guard.silent_faults import own_part
 from training.trainer import WorkshopTrainer
 
 BAD = os.environ["BAD"].split()

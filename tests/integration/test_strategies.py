@@ -13,6 +13,8 @@ import models.custom_model  # noqa: F401  (registers the model with the Auto cla
 from config import DEFAULTS
 from data_loader import read_questions, tokenise_batch
 from distributed.strategy import BY_NAME
+from guard.checkpoints import check_contents, forbid_code_in_checkpoints
+from guard.preconditions import bytes_to_save
 from helpers import REPOSITORY, TINY, Finished
 from models.lora import add_adapters
 from runs import (
@@ -32,8 +34,6 @@ from runs import (
 )
 from settings.precision import cpu_has_bf16
 from settings.settings import build_settings
-from training.checkpoints import check_contents, forbid_code_in_checkpoints
-from training.preconditions import bytes_to_save
 
 TOLERANCE = 1e-4  # the order of fp32 additions may differ; a lost gradient changes the loss far more
 BF16_TOLERANCE = 2e-4  # relative; less than the error of a loss that is rounded to bf16 (7.625 instead of 7.62)

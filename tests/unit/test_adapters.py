@@ -23,11 +23,11 @@ from transformers import (
 import evaluate
 from distributed.config_file import read_config_file
 from estimate.model_shape import AliveBytes
+from guard.preconditions import describe_adapters
 from helpers import REPOSITORY
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
 from settings.command_line import parse_command_line
-from training.preconditions import describe_adapters
 
 RANK = 3
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}

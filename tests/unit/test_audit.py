@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
+from guard import audit
+from guard.audit import AuditCallback, AuditedKnob, offload_knobs
 from models.lora import add_adapters
 from records.writer import RunRecord
 from settings.command_line import parse_command_line
 from settings.optimizers import BY_FLAG
-from training import audit
-from training.audit import AuditCallback, AuditedKnob, offload_knobs
 
 
 def loader() -> DataLoader:

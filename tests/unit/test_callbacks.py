@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from measure import speed
+from measure.speed import WARM_UP_STEPS, TrainSpeed
+from measure.utilisation import Utilisation
 from records.writer import RunRecord
 from stub_nvml import WATTS
-from training import speed
 from training.callbacks import FiniteLossCallback
-from training.speed import WARM_UP_STEPS, TrainSpeed
 from training.trainer import WorkshopTrainer
-from training.utilisation import Utilisation
 
 NAN, INFINITY = float("nan"), float("inf")
 SAMPLES_PER_STEP = 8

@@ -11,12 +11,8 @@ import torch
 from datasets import Dataset
 
 from distributed.strategy import FULL_SHARD, PLAIN, ZERO
-from helpers import REPOSITORY, as_nobody, only_root
-from settings.command_line import LATEST, parse_command_line
-from settings.settings import Settings
-from shared.paths import CHECKPOINT_MARKER
-from training import preconditions
-from training.checkpoints import (
+from guard import preconditions
+from guard.checkpoints import (
     CheckpointCallback,
     check_same_training,
     find_checkpoint,
@@ -25,7 +21,11 @@ from training.checkpoints import (
     remove_stop_checkpoints,
     training_identity,
 )
-from training.preconditions import check_room
+from guard.preconditions import check_room
+from helpers import REPOSITORY, as_nobody, only_root
+from settings.command_line import LATEST, parse_command_line
+from settings.settings import Settings
+from shared.paths import CHECKPOINT_MARKER
 
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch", "step": 20}
 MARKED |= {"settings": {"global_batch": 16}, "config": {}, "data": "", "at_once": 4}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.silent_faults import sum_of_bits
+from guard.silent_faults import sum_of_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from measure import energy, gpu_activity
+from measure.energy import EnergyMeter
+from measure.gpu_activity import GpuActivityMeter
 from records.writer import RunRecord
 from shared.nvml import power_limit_w
 from stub_nvml import WATTS, StubNvml, use_stub
-from training import energy, gpu_activity
-from training.energy import EnergyMeter
-from training.gpu_activity import GpuActivityMeter
 
 SHARED = "several ranks share a GPU, and its counter does not separate them"
 MIG = "the GPU is divided (MIG), and its counter does not separate the parts"

@@ -5,10 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from measure import flops
+from measure.flops import ModelFlops, matmul_peak, model_flops, published_peak
 from models.custom_model import CUSTOM_GPT
 from records.writer import RunRecord
-from training import flops
-from training.flops import ModelFlops, matmul_peak, model_flops, published_peak
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 500, "hidden_size": 64}

@@ -9,8 +9,8 @@ from tokenizers.normalizers import NFKC
 from transformers import GenerationConfig
 
 from data_loader import answer_limit, tokenise_batch
-from training import exact_match
-from training.exact_match import CHANGED, EMPTY, Generation, answer_questions, check_references, exact_match_and_f1
+from measure import exact_match
+from measure.exact_match import CHANGED, EMPTY, Generation, answer_questions, check_references, exact_match_and_f1
 
 CPU = torch.device("cpu")
 FIRST_WORD = 400  # in the tiny tokenizer, lower ids are single bytes

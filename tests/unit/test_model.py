@@ -22,10 +22,10 @@ from transformers import (
 
 from config import DataArguments, ModelArguments
 from data_loader import is_local, tokenizer_key
+from guard.preconditions import check_saving
 from helpers import REPOSITORY, as_nobody, only_root
 from model import DrawOnCPU, build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
-from training.preconditions import check_saving
 from training.trainer import WorkshopTrainer
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))

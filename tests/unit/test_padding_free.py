@@ -25,12 +25,12 @@ from transformers import (
 
 from config import IGNORED
 from data_loader import OneRow
+from measure.flops import count_tokens
 from models.bloom_sdpa import attention_name, use_attention
 from models.chunked_loss import use_chunked_loss
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from models.lora import add_adapters
 from models.padding_free import TESTED, check_padding_free, use_padding_free
-from training.flops import count_tokens
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "ff_dim": 96, "seq_length": 64}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from torch.profiler import DeviceType
 
-from training.profiling import PHASES, STEP, breakdown, table
+from measure.profiling import PHASES, STEP, breakdown, table
 
 SECOND = 10**9
 FOURTH = f"{STEP}3"  # the profiler counts steps from 0

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from job.memory_logs import local_seconds
+from measure import measured_memory
+from measure.energy import EnergyMeter
+from measure.measured_memory import record_peaks
 from records import writer
 from records.schema import WITHOUT_A_WORD, Attempt, read_record, write_attempts
 from records.writer import RunRecord
 from shared.errors import WorkshopError
 from shared.json_files import write_json
 from shared.paths import workshop_version
-from training import measured_memory
 from training.callbacks import MeasureCallback
-from training.energy import EnergyMeter
-from training.measured_memory import record_peaks
 
 # tests/commands/test_files.py tests the state that git really reports
 GIT = {"commit": "0" * 40, "dirty": False}

@@ -15,11 +15,11 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from config import DataArguments, ModelArguments
 from data_loader import read_part
+from guard.checkpoints import find_fault, forbid_code_in_checkpoints
 from helpers import REPOSITORY
 from model import load_config, load_model, load_tokenizer
 from shared.errors import WorkshopError
 from text_checks.security import dangers
-from training.checkpoints import find_fault, forbid_code_in_checkpoints
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 EXECUTED = Path("executed")

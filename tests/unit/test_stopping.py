@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl
 
+from guard.stopping import StopCallback, StopRequest
 from shared.errors import STOPPING_SIGNALS
-from training.stopping import StopCallback, StopRequest
 
 
 @pytest.fixture

@@ -10,30 +10,36 @@ import atexit
 import contextlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from distributed.collectives import gather_lists, rank
+from measure.speed import PROFILED_STEPS, WARM_UP_STEPS
 from records.writer import RunRecord
-from training.speed import PROFILED_STEPS, WARM_UP_STEPS
-from training.trainer import PHASES, WorkshopTrainer
 
 STEP = "ProfilerStep#"  # prefix of PyTorch's name for a step; the number of the step follows
 LAST_STEP = WARM_UP_STEPS + PROFILED_STEPS
+# The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
+PHASES = {
+    "data": "get_batch_samples",
+    "forward": "compute_loss",
+    "backward": "training_step",
+    "optimizer": "_clip_grad_norm",
+}
 Interval = tuple[int, int]  # nanoseconds
 
 
 class ProfileCallback(TrainerCallback):
     """Callback that profiles the steps after the warm-up on every rank, and writes the breakdown into the record."""
 
-    def __init__(self, trainer: WorkshopTrainer, record: RunRecord):
+    def __init__(self, trainer: Trainer, record: RunRecord):
         self.trainer = trainer
-        trainer.mark_phases(self.phase)
+        mark_phases(trainer, self.phase)
         self.record = record
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -86,6 +92,12 @@ class ProfileCallback(TrainerCallback):
         if self.profiler.step_num < LAST_STEP:
             reason = f"too few steps: steps {WARM_UP_STEPS + 1} to {LAST_STEP} are profiled"
             self.record.missing("profile", reason)
+
+
+def mark_phases(trainer: Trainer, phase: Callable[[str], contextlib.ContextDecorator]) -> None:
+    """Enter `phase(name)` around each phase of a step. Call this before the training."""
+    for name, method in PHASES.items():
+        setattr(trainer, method, phase(name)(getattr(trainer, method)))
 
 
 def breakdown(events: list) -> dict:

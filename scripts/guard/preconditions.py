@@ -17,6 +17,9 @@ from distributed.collectives import print_once, rank
 from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import ZERO, Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
+from guard.checkpoints import complete_checkpoints
+from measure.exact_match import load_metric
+from measure.flops import other_matrices, tokens_in_sight
 from model import check_model, count_parameters
 from models.bloom_sdpa import attention_name
 from models.chunked_loss import check_head
@@ -26,9 +29,6 @@ from settings.optimizers import ADAMW, choose_optimizer
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import file_system_errors, short_reason
-from training.checkpoints import complete_checkpoints
-from training.exact_match import load_metric
-from training.flops import other_matrices, tokens_in_sight
 
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")

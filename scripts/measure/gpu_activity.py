@@ -14,9 +14,9 @@ import pynvml
 import torch
 
 from distributed.collectives import gather_lists, local_world_size, rank
+from measure.speed import TrainSpeed
 from records.writer import RunRecord
 from shared.nvml import find_gpu
-from training.speed import TrainSpeed
 
 SHORTEST_INTERVAL = 0.1  # seconds; NVML needs at least this time between two samples
 METRICS = {

@@ -6,6 +6,7 @@ train.py shows the training itself. Participants of the workshop need not read t
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -18,16 +19,7 @@ from distributed.fsdp_config import shard_on_cpu
 from distributed.process_group import leave_process_group, prepare_environment
 from distributed.strategy import Strategy, choose_strategy
 from distributed.tensor_parallel import check_saving_flags
-from model import build_meta_model
-from models.lora import add_adapters
-from records.run_environment import new_job_id
-from records.writer import RunRecord
-from settings.command_line import parse_command_line
-from settings.precision import DTYPES
-from settings.settings import Settings
-from shared.hub import check_files, draw_bars_on_terminals_only
-from shared.tracker_setup import close_trackers, prepare_trackers
-from training.checkpoints import (
+from guard.checkpoints import (
     check_contents,
     check_same_training,
     find_checkpoint,
@@ -37,14 +29,22 @@ from training.checkpoints import (
     remove_stop_checkpoints,
     training_identity,
 )
-from training.energy import EnergyMeter
-from training.exact_match import check_references
-from training.flops import ModelFlops, matmul_peak, model_flops
-from training.measured_memory import record_process_peaks
-from training.preconditions import check_room, check_saving, check_trainable
-from training.silent_faults import check_weights
-from training.stopping import StopRequest
-from training.trainer import WorkshopTrainer
+from guard.preconditions import check_room, check_saving, check_trainable
+from guard.silent_faults import check_weights
+from guard.stopping import StopRequest
+from measure.energy import EnergyMeter
+from measure.exact_match import check_references
+from measure.flops import ModelFlops, matmul_peak, model_flops
+from measure.measured_memory import record_process_peaks
+from model import build_meta_model
+from models.lora import add_adapters
+from records.run_environment import new_job_id
+from records.writer import RunRecord
+from settings.command_line import parse_command_line
+from settings.precision import DTYPES
+from settings.settings import Settings
+from shared.hub import check_files, draw_bars_on_terminals_only
+from shared.tracker_setup import close_trackers, prepare_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,11 @@ class Run(Start):
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         self.energy.start()  # it counts the joules of the GPUs from here to the end of the run
 
-    def end_training(self, trainer: WorkshopTrainer) -> None:
-        """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective."""
+    def end_training(self, trainer: Any) -> None:
+        """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective.
+
+        trainer: a WorkshopTrainer, which saves the checkpoint.
+        """
         close_trackers(self.args, self.job_id, self.record.content["callbacks"])
         self.stop.save_and_exit_if_asked(trainer, self.record, self.energy)
         check_weights(trainer.model, trainer.state.global_step)

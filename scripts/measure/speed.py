@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from distributed.collectives import gather_lists, ranks_per_gpu, world_size
+from measure.energy import EnergyMeter
+from measure.flops import KINDS_OF_TOKENS, ModelFlops
 from records.writer import RunRecord
-from training.energy import EnergyMeter
-from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 3

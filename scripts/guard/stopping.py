@@ -15,8 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from distributed.collectives import max_over_ranks, print_once, rank, wait_for_all_ranks
 from job.on_node import end_with_parent, handle_signals
+from measure.energy import EnergyMeter
 from shared.errors import STOPPED
-from training.energy import EnergyMeter
 
 
 class StopRequest:
