@@ -27,7 +27,9 @@ class Optimizer:
 
 ADAMW = Optimizer("AdamW", "two moments", 8, ("AdamW (torch)",))
 ADAMW_FUSED = replace(ADAMW, shown=("AdamW (torch, fused)",))
-ADAMW_OF_DEEPSPEED = replace(ADAMW, shown=("FusedAdam (deepspeed)", "DeepSpeedCPUAdam (deepspeed)"))
+ADAMW_OF_DEEPSPEED = replace(  # on a GPU, on the CPU, and on the CPU with ZenFlow
+    ADAMW, shown=("FusedAdam (deepspeed)", "DeepSpeedCPUAdam (deepspeed)", "ZenFlowCPUAdam (deepspeed)")
+)
 BY_FLAG = {  # values of --optim
     "adamw_torch_fused": ADAMW_FUSED,
     "adamw_torch": ADAMW,
