@@ -26,7 +26,7 @@ class Limits:
 
     def number(self, text: str) -> float:
         """Read the value of a flag, as argparse's `type`. Raise ArgumentTypeError for a number outside the limits."""
-        value = float(text)
+        value = int(text) if text.lstrip("-").isdecimal() else float(text)
         if refusal := self.refusal(value):
             raise argparse.ArgumentTypeError(", ".join(refusal))
         return value
