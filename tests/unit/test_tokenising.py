@@ -244,9 +244,9 @@ def test_a_long_answer_shortens_the_context(tokenizer):
 # a trained Unigram differs from time to time, and Llama-2's rules have other tokens since then
 GOLDEN = {
     ("squad_sample.json", "tiny_tokenizer"): "3e3362937a4c2705",
-    ("squad_sample.json", "llama"): "33fa34ca695ef6b0",
+    ("squad_sample.json", "llama"): "dc3497303578eeb5",
     ("xquad.en.json", "tiny_tokenizer"): "0f89d049f2040997",
-    ("xquad.en.json", "llama"): "4e14a72f1ebcf30b",
+    ("xquad.en.json", "llama"): "04438764267a8d06",
 }
 
 
