@@ -99,10 +99,8 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
     kind = "questions" if chosen.squad else "rows"
     if unusable and not skip:
         what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
-        remedy = "correct them, or leave them out with BAD_ROWS=skip"
-        if any(NOT_IN_PASSAGE in reason for reason in unusable):
-            remedy += "; ANSWERS=free allows answers that are not a part of the passage"
-        raise WorkshopError(path, what, remedy)
+        free = "give ANSWERS=free to allow such answers, " if any(NOT_IN_PASSAGE in row for row in unusable) else ""
+        raise WorkshopError(path, what, f"correct them, {free}or leave them out with BAD_ROWS=skip")
     if not found:
         what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
         raise WorkshopError(path, what, f"give rows of one kind: {kinds()}")
