@@ -32,6 +32,7 @@ from tasks import choose_task, task_of
 from tasks.passage import PROMPT, UNANSWERABLE, answer_room, tokenise_answers
 from tasks.task import RowError, Task, token_row, tokenise_texts
 
+TOKENS = ["input_ids", "attention_mask", "labels"]
 SQUAD_COLUMNS = ["id", "question", "context", "answers"]  # of squad on the Hub
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py", "tasks/*.py")
@@ -73,8 +74,9 @@ def load_data(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, trai
     read_files.cache_clear()  # the training needs the memory
     if data_args.eval_dataset:
         task = task_of(train.column_names)
-        trained = {task.unit_of(row) for row in train}
-        if shared := sum(task.unit_of(row) in trained for row in evaluation):
+        trained, evaluated = ([*map(task.unit_of, rows.remove_columns(TOKENS))] for rows in (train, evaluation))
+        known = {*trained}
+        if shared := sum(unit in known for unit in evaluated):
             what = f"are about a {task.unit} of" if task.group else "are also in"
             print_once(f"{shared} of {len(evaluation)} evaluation {task.rows} {what} the training set")
     return Data(train, evaluation, list(dict.fromkeys(left_out + others)))
@@ -142,7 +144,7 @@ def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple
 def cut_into_pieces(examples: Examples, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
     """Return the pieces of documents, as rows of tokens."""
     rows = tokenise(examples.rows, tokenizer, data_args)
-    return rows.select(choose_part(range(len(rows)), examples.pieces))
+    return rows.select(choose_part(range(len(rows)), examples.pieces, data_args.dataset, "piece"))
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
@@ -247,10 +249,7 @@ def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> E
     pieces = "all"
     if task.pieces and len({*units}) < HELD_OUT_EVERY:
         part, pieces = "all", part
-    chosen = choose_part(units, part)
-    if not chosen:
-        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} {task.unit}s"
-        raise WorkshopError(name, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
+    chosen = choose_part(units, part, name, task.unit)
     skip, free = data_args.bad_rows == "skip", " free" * (data_args.answers == "free")
     options = f"{part} {data_args.table_columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}{free}"
     key = reading.content + options.encode()
