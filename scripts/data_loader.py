@@ -74,9 +74,8 @@ def load_data(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, trai
     read_files.cache_clear()  # the training needs the memory
     if data_args.eval_dataset:
         task = task_of(train.column_names)
-        trained, evaluated = ([*map(task.unit_of, rows.remove_columns(TOKENS))] for rows in (train, evaluation))
-        known = {*trained}
-        if shared := sum(unit in known for unit in evaluated):
+        trained = {*map(task.unit_of, train.remove_columns(TOKENS))}
+        if shared := sum(task.unit_of(row) in trained for row in evaluation.remove_columns(TOKENS)):
             what = f"are about a {task.unit} of" if task.group else "are also in"
             print_once(f"{shared} of {len(evaluation)} evaluation {task.rows} {what} the training set")
     return Data(train, evaluation, list(dict.fromkeys(left_out + others)))
@@ -206,16 +205,14 @@ def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
         validated = "validation" in splits
         questions = splits["validation" if validated and part == "held out" else "train"]
         names, first = questions.column_names, questions[0]
-        squad = (
-            validated and not data_args.table_columns and {*SQUAD_COLUMNS} <= {*names} and "text" in first["answers"]
-        )
-    if not squad:
+        squad = validated and {*SQUAD_COLUMNS} <= {*names} and isinstance(first["answers"], dict)
+    if not squad or data_args.table_columns:
         task, columns = choose_task(name, names, data_args.table_columns, data_args.answers == "free", first)
         rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
         reading = check_rows(name, task, columns, names, rows, data_args.bad_rows == "skip")
         print_once("\n".join(reading.notes))
-        content = questions._fingerprint.encode()
-        return store(name, reading._replace(content=content), "all" if validated else part, data_args)
+        reading = reading._replace(content=questions._fingerprint.encode())
+        return store(name, reading, "all" if validated else part, data_args)
     questions = questions.select_columns(SQUAD_COLUMNS)
     # Checkpoints of 2.0.0 contain a hash of this lambda, with its place in its line
     questions = questions.map(
