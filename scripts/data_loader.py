@@ -1,13 +1,13 @@
-"""SQuAD as one sequence per question: ``Question: ... Context: ... Answer: <answer><EOS>``."""
+"""The training set and the evaluation set: read, chosen, turned into tokens (tasks/), cached, and put into batches."""
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from datasets import Dataset, fingerprint, load_dataset
@@ -15,42 +15,70 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traini
 
 from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
-from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
+from read_questions import (
+    FORMATS,
+    HELD_OUT_EVERY,
+    Reading,
+    Row,
+    check_rows,
+    choose_part,
+    read_file,
+    shorten_list,
+)
 from shared.errors import WorkshopError
 from shared.files import check_readable
 from shared.hub import check_relative_path, file_system_errors, loading_errors, offline_without_network
-from shared.json_files import read_bytes
+from tasks import choose_task, task_of
+from tasks.passage import PROMPT, UNANSWERABLE, answer_room, tokenise_answers
+from tasks.task import RowError, Task, token_row, tokenise_texts
 
-PROMPT = "Question: {question} Context: {context} Answer:"
-BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
-ANCHOR = AFTER_CONTEXT.strip()  # a text before an answer
-MAX_ANSWER_TOKENS = 32
+TOKENS = ["input_ids", "attention_mask", "labels"]
+SQUAD_COLUMNS = ["id", "question", "context", "answers"]  # of squad on the Hub
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
-ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py")
+ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py", "tasks/*.py")
 # The code that makes rows. It belongs to the keys of the caches, so that a change of the code has an effect
-CODE = b"".join(Path(__file__).parent.joinpath(name).read_bytes() for name in ROW_MAKERS)
-LEFT_OUT: dict[str, list[str]] = {}  # file -> place and reason of each row that BAD_ROWS=skip has left out
+CODE = b"".join(path.read_bytes() for name in ROW_MAKERS for path in sorted(Path(__file__).parent.glob(name)))
 
 
-def load_squad(
-    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments
-) -> tuple[Dataset, Dataset]:
+class Data(NamedTuple):
+    """The rows of tokens of a training run.
+
+    train, evaluation: the columns are those of tasks/task.py::token_row and of the examples. left_out: the place and
+    reason of each row that BAD_ROWS=skip has left out.
+    """
+
+    train: Dataset
+    evaluation: Dataset
+    left_out: list[str]
+
+
+class Examples(NamedTuple):
+    """The examples of one part. pieces: the part of their pieces to use, for a text with too few documents."""
+
+    rows: Dataset
+    left_out: list[str]
+    pieces: str = "all"
+
+
+def load_data(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments) -> Data:
     """Return the tokenised training set and evaluation set.
 
-    The columns are those of `tokenise_batch`, and id, question, context, answers. The seed chooses the questions, so
-    every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is unusable or has fewer questions than
-    requested.
+    The seed chooses the rows, so every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is unusable
+    or has fewer rows than requested.
     """
     requested = data_args.train_size
     if data_args.samples_per_gpu:
         requested = data_args.samples_per_gpu * training_args.world_size
-    train = load_set("train", requested, data_args, tokenizer, training_args)
-    evaluation = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+    train, left_out = load_set("train", requested, data_args, tokenizer, training_args)
+    evaluation, others = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+    read_files.cache_clear()  # the training needs the memory
     if data_args.eval_dataset:
-        trained = set(train["context"][:])
-        if shared := sum(context in trained for context in evaluation["context"]):
-            print_once(f"{shared} of {len(evaluation)} evaluation questions are about a passage of the training set")
-    return train, evaluation
+        task = task_of(train.column_names)
+        trained = {*map(task.unit_of, train.remove_columns(TOKENS))}
+        if shared := sum(task.unit_of(row) in trained for row in evaluation.remove_columns(TOKENS)):
+            what = f"are about a {task.unit} of" if task.group else "are also in"
+            print_once(f"{shared} of {len(evaluation)} evaluation {task.rows} {what} the training set")
+    return Data(train, evaluation, list(dict.fromkeys(left_out + others)))
 
 
 def load_set(
@@ -59,37 +87,77 @@ def load_set(
     data_args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
     training_args: TrainingArguments,
-) -> Dataset:
-    """Return the requested number of questions of one part (train or eval), tokenised. The parts are independent."""
+) -> tuple[Dataset, list[str]]:
+    """Return the requested number of rows of one part (train or eval), tokenised, and the rows that were left out.
+
+    The parts are independent.
+    """
     # One rank of each node reads, tokenises and writes the cache. The other ranks wait, and then read the cache.
     with training_args.main_process_first(local=True, desc="tokenise"):
-        questions = read_part(part, data_args)
+        examples = read_part(part, data_args)
         name = source(part, data_args)
-        size = resolve_size(part, requested, len(questions), name)
-        use = {"train": "training", "eval": "evaluation"}[part]
-        print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
+        task = task_of(examples.rows.column_names)
+        check_answers(task, name, data_args)
+        tokenizer.chat_template = tokenizer.chat_template or task.template
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         with file_system_errors():
-            rows = tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
+            rows = cut_into_pieces(examples, tokenizer, data_args) if task.pieces else examples.rows
+            size = resolve_size(part, requested, len(rows), name)
+            available = len(rows)
+            rows = rows.shuffle(seed=seed).select(range(size))
+            if not task.pieces:
+                rows = tokenise(rows, tokenizer, data_args)
+        rows, unusable = remove_unusable(rows, name, data_args)
+    use = {"train": "training", "eval": "evaluation"}[part]
+    print_once(f"{use} {task.rows}: {len(rows)} of {available} available in {name}")
     if cut := sum(rows["cut"][:]):
         print_once(
-            f"{cut} of {size} {use} questions were cut to --max_length; {sum(rows['answer_cut'])} lost their answer"
+            f"{cut} of {len(rows)} {use} {task.rows} were cut to --max_length; "
+            f"{sum(rows['answer_cut'])} lost their answer"
         )
-    return rows
+    return rows, examples.left_out + unusable
+
+
+def check_answers(task: Task, name: str, data_args: DataArguments) -> None:
+    """Raise WorkshopError (exit code 2) for knobs of answers if the data has none."""
+    given = {"LABELS=sequence": data_args.labels == "answer", "EM_F1=False": data_args.em_f1, "SHOW=0": data_args.show}
+    for without, value in given.items():
+        if value and task.pieces:
+            what = f"needs answers, but {name} has the kind {task.name}"
+            raise WorkshopError(without.split("=")[0], what, f"set {without}")
+
+
+def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple[Dataset, list[str]]:
+    """Return the rows of tokens without those of examples that have none, and the place and reason of each of these."""
+    places = [i for i, reason in enumerate(rows["unusable"]) if reason]
+    if not places:
+        return rows, []
+    unusable = [f"{row['id']}: {row['unusable']}" for row in rows.select(places)]
+    if data_args.bad_rows != "skip" or len(places) == len(rows):
+        what = f"{len(places)} of {len(rows)} rows cannot be used: {shorten_list(unusable)}"
+        raise WorkshopError(name, what, "correct them, or leave them out with BAD_ROWS=skip")
+    print_once(f"left out: {shorten_list(unusable)}")
+    return rows.select(sorted({*range(len(rows))} - {*places})), [f"{name}: {row}" for row in unusable]
+
+
+def cut_into_pieces(examples: Examples, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
+    """Return the pieces of documents, as rows of tokens."""
+    rows = tokenise(examples.rows, tokenizer, data_args)
+    return rows.select(choose_part(range(len(rows)), examples.pieces, data_args.dataset, "piece"))
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
-    """Return the number of questions to use: all of a local file, and a part of a Hub dataset, if none is requested.
+    """Return the number of rows to use: all of a local file, and a part of a Hub dataset, if none is requested.
 
     name: the file or Hub name. Raise WorkshopError (exit code 2) if too many are requested.
     """
-    if requested == ALL or (requested is None and is_local(name)):
+    if requested == ALL or (requested is None and find_files(name)):
         return available
     size = min(HUB_SIZES[part], available) if requested is None else int(requested)
     if size > available:
         flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
         use = {"train": "train", "eval": "evaluate"}[part]
-        what = f"{size} questions requested, but {name} has only {available} to {use} on"
+        what = f"{size} rows requested, but {name} has only {available} to {use} on"
         raise WorkshopError(flag, what, f"lower it, or give {ALL}")
     return size
 
@@ -99,75 +167,95 @@ def source(part: str, data_args: DataArguments) -> str:
     return data_args.eval_dataset if part == "eval" and data_args.eval_dataset else data_args.dataset
 
 
-def read_part(part: str, data_args: DataArguments) -> Dataset:
-    """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
-    if part == "eval" and data_args.eval_dataset:
-        return load_from_file(data_args.eval_dataset, "all", data_args)
-    if not is_local(data_args.dataset):
-        if data_args.table_columns:
-            what = f"has no effect on {data_args.dataset}, which is a dataset of the Hub"
-            raise WorkshopError("TABLE_COLUMNS", what, "unset it")
-        return load_from_hub(data_args.dataset, part)
-    whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
-    return load_from_file(data_args.dataset, whole[part], data_args)
+def read_part(part: str, data_args: DataArguments) -> Examples:
+    """Return all examples of a part (train or eval). Rows are held out if there are none for the evaluation."""
+    name = source(part, data_args)
+    part = "all" if data_args.eval_dataset else {"train": "train", "eval": "held out"}[part]
+    if name == data_args.eval_dataset or find_files(name):
+        return store(name, read_files(name, data_args), part, data_args)
+    return load_from_hub(name, part, data_args)
 
 
-def is_local(dataset: str) -> bool:
-    """Return whether the dataset is a local file, not a name on the Hub.
+def find_files(dataset: str) -> list[str]:
+    """Return the local files of a dataset, none if it is a name on the Hub.
 
-    Raise WorkshopError (exit code 2) for the path of a missing file.
+    The name of a folder could be a name on the Hub, so its path must begin with `/`, `.` or `~`, or end with `/`. Raise
+    WorkshopError (exit code 2) for the path of a missing file.
     """
-    if os.path.isfile(os.path.expanduser(dataset)):
-        return True
+    path = os.path.expanduser(dataset)
+    if os.path.isfile(path):
+        return [dataset]
+    if "," in dataset:
+        return sorted(file for name in dataset.split(",") for file in find_files(name.strip()) or [name.strip()])
     check_relative_path("--dataset", dataset)
-    check_readable(os.path.expanduser(dataset))
-    if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
-        folder = os.path.isdir(os.path.expanduser(dataset))
-        raise WorkshopError(dataset, "is a folder" if folder else "there is no such file", "correct --dataset")
-    return False
+    check_readable(path)
+    marked = dataset.startswith((".", "/", "~")) or dataset.endswith("/")
+    files = sorted(str(file) for file in Path(path).glob("*") if marked and file.suffix.lower() in FORMATS)
+    if not files and (marked or dataset.endswith(FORMATS)):
+        missing = f"no file in it ends with {', '.join(FORMATS)}" if os.path.isdir(path) else "there is no such file"
+        raise WorkshopError(dataset, missing, "correct --dataset")
+    return files
 
 
-def load_from_hub(name: str, part: str) -> Dataset:
+def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
     offline_without_network()
-    split = {"train": "train", "eval": "validation"}[part]
     with loading_errors("--dataset", name):
         # Without hf://, a folder of this name in the working directory would be read instead
-        questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
-            ["id", "question", "context", "answers"]
-        )
-    return questions.map(
+        splits = load_dataset(f"hf://datasets/{name}")
+        validated = "validation" in splits
+        questions = splits["validation" if validated and part == "held out" else "train"]
+        names, first = questions.column_names, questions[0]
+        squad = validated and {*SQUAD_COLUMNS} <= {*names} and isinstance(first["answers"], dict)
+    if not squad or data_args.table_columns:
+        task, columns = choose_task(name, names, data_args.table_columns, data_args.answers == "free", first)
+        rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
+        reading = check_rows(name, task, columns, names, rows, data_args.bad_rows == "skip")
+        print_once("\n".join(reading.notes))
+        reading = reading._replace(content=questions._fingerprint.encode())
+        return store(name, reading, "all" if validated else part, data_args)
+    questions = questions.select_columns(SQUAD_COLUMNS)
+    # Checkpoints of 2.0.0 contain a hash of this lambda, with its place in its line
+    questions = questions.map(
         lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
     )
+    return Examples(questions, [])
 
 
-def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
-    """Yield the questions of --dataset, which is a local file. part: all, train, or held out."""
-    return read_questions(data_args.dataset, part, data_args.table_columns, data_args.bad_rows == "skip")
+@lru_cache(maxsize=2)  # the tokenizer of tiny-bloom, the training set and the evaluation set are of the same files
+def read_files(dataset: str, data_args: DataArguments) -> Reading:
+    """Return what all files of a dataset have together. Raise WorkshopError (exit code 2) if their kinds differ."""
+    options = data_args.table_columns, data_args.bad_rows == "skip", data_args.answers == "free"
+    readings = {path: read_file(path, *options) for path in find_files(dataset) or [dataset]}
+    found = {task_of(list(reading.examples[0])).name: path for path, reading in readings.items()}
+    if len(found) > 1:
+        what = ", ".join(f"{path} has the kind {kind}" for kind, path in found.items())
+        raise WorkshopError(dataset, what, "give files of one kind")
+    left_out = [f"{path}: {row}" for path, reading in readings.items() for row in reading.left_out]
+    examples, notes, _, contents = zip(*readings.values(), strict=True)
+    print_once("\n".join(chain(*notes)))  # here the lines appear once, although the data has two parts
+    return Reading([*chain(*examples)], [], left_out, b"".join(contents))
 
 
-print_notes = cache(print_once)  # prints lines only once, although both parts of a file have them
+def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> Examples:
+    """Return the examples of one part in a cache that all ranks of a node share.
 
-
-def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
-    """Return the questions of one part of a local file (read_questions.py).
-
-    The cache key contains a hash of the file, so a changed file is read again.
+    The cache key contains a hash of the files, so a changed file is read again.
     """
-    columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
-    # Check all questions here, because here an error is one line
-    questions, notes, LEFT_OUT[path] = read_file(path, columns, skip)
-    if not any(choose_part(questions, part)):
-        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
-        raise WorkshopError(path, f"no question in its {part} passages", remedy)
-    if notes:
-        print_notes("\n".join(notes))
-    arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
-    options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
-    key = read_bytes(path, READABLE) + options.encode()
+    task = task_of(list(reading.examples[0]))
+    units = [task.unit_of(example) for example in reading.examples]
+    pieces = "all"
+    if task.pieces and len({*units}) < HELD_OUT_EVERY:
+        part, pieces = "all", part
+    chosen = choose_part(units, part, name, task.unit)
+    skip, free = data_args.bad_rows == "skip", " free" * (data_args.answers == "free")
+    options = f"{part} {data_args.table_columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}{free}"
+    key = reading.content + options.encode()
     with file_system_errors():
-        rows = Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=short_hash(key + CODE))
+        rows = Dataset.from_generator(
+            lambda: (reading.examples[number] for number in chosen), fingerprint=short_hash(key + CODE)
+        )
     rows._fingerprint = short_hash(key)  # see tokenise
-    return rows
+    return Examples(rows, reading.left_out, pieces)
 
 
 def short_hash(key: bytes) -> str:
@@ -175,18 +263,20 @@ def short_hash(key: bytes) -> str:
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
-    """Add the columns of `tokenise_batch`.
+    """Return the rows of tokens of examples, see `tokenise_batch`.
 
     The result is cached. The cache key contains everything that the result depends on.
     """
-    max_length, labels = data_args.max_length, data_args.labels
+    task = task_of(dataset.column_names)
+    max_length, labels = data_args.max_length, data_args.labels or task.labels
     # Checkpoints of 2.0.0 contain a hash with version 6. It had other tokens with rules such as Llama-2's
     version = 6 if tokenise_answers(["a"], tokenizer) == tokenise_texts([" a"], tokenizer) else 7
     key = repr((version, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)).encode()
     rows = dataset.map(
         lambda batch: tokenise_batch(batch, tokenizer, max_length, labels),
         batched=True,
-        new_fingerprint=short_hash(key + CODE),
+        remove_columns=dataset.column_names,
+        new_fingerprint=short_hash(key + CODE + str(tokenizer.chat_template).encode()),
         desc="Tokenising",
     )
     rows._fingerprint = short_hash(key)  # checkpoints of 2.0.0 contain this hash, which does not depend on the code
@@ -214,121 +304,29 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: int, labels: str) -> dict:
-    """Return token ids of prompt, first reference answer and EOS, at most `max_length` tokens per question.
-
-    The columns are input_ids, attention_mask, labels, length, prompt_length, cut, answer_cut. The first `prompt_length`
-    tokens are the prompt. `cut` is True if the end of the context was cut off, and `answer_cut` if the rest of the
-    context no longer contains the answer. Raise WorkshopError (exit code 2) if a question does not fit even without
-    context.
-    """
+    """Return the rows of tokens of examples (tasks/task.py::token_row), each with the columns of its example."""
+    task = task_of(list(batch))
     rows = []
-    leading = leading_tokens(tokenizer)
-    texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
-    firsts = [answers[0] for answers in batch["answers"]]
-    encoded = zip(tokenise_texts(texts, tokenizer), tokenise_answers(firsts, tokenizer), strict=True)
-    for i, (tokens, answer) in enumerate(encoded):
-        prompt = leading + tokens
-        ending = [*answer, tokenizer.eos_token_id]
-        room = max_length - max(len(ending), answer_room(max_length))
-        cut = len(prompt) > room
-        prompt, kept = shorten(prompt, batch["question"][i], room, tokenizer)
-        ids = prompt + ending
-        in_context = firsts[i] in batch["context"][i]
-        rows.append(
-            {
-                "input_ids": ids,
-                "attention_mask": [1] * len(ids),
-                "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
-                "length": len(ids),
-                "prompt_length": len(prompt),
-                "cut": cut,
-                # Both texts are decoded, because some tokenizers change a text
-                "answer_cut": cut and in_context and decode(answer, tokenizer) not in decode(kept, tokenizer),
-            }
-        )
+    for values in zip(*batch.values(), strict=True):
+        example = dict(zip(batch, values, strict=True))
+        try:
+            encoded = task.encode(example, tokenizer, max_length, labels)
+        except RowError as error:
+            encoded = [token_row([], [], 0, unusable=str(error))]
+        rows += [example | row for row in encoded]
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def tokenise_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of texts, without control tokens: the text `</s>` never becomes the EOS token."""
-    rows: list[list[int]] = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    # The vocabulary of some tokenizers (Unigram, WordLevel) contains the text of a control token. Spell it out there
-    control = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-    for row in rows:
-        for token in control.intersection(row):
-            characters: Any = tokenizer.convert_tokens_to_ids(list(str(tokenizer.convert_ids_to_tokens(token))))
-            row[:] = [each for known in row for each in (characters if known == token else [known])]
-    return rows
-
-
-def decode(tokens: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of tokens, without control tokens such as EOS and padding."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
-
-
-def tokenise_answers(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of answers as they follow a prompt, without EOS."""
-    return tokenise_continuations([f" {answer.strip()}" for answer in answers], tokenizer)
-
-
-def tokenise_continuations(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of texts as they follow another text.
-
-    The rules of some tokenizers, such as Llama-2's, put a blank before a text. Each of these texts already begins with
-    one, so the first token of a text that is tokenised by itself would be a lone blank.
-    """
-    (before, *rows) = tokenise_texts([ANCHOR, *(ANCHOR + text for text in texts)], tokenizer)
-    alone = tokenise_texts(texts, tokenizer)  # for tokenizers that join the anchor with the text
-    return [row[len(before) :] if row[: len(before)] == before else own for row, own in zip(rows, alone, strict=True)]
-
-
-def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the control tokens that the tokenizer puts before each text, such as Llama's ``<s>``."""
-    example = tokenizer("a", return_special_tokens_mask=True)
-    return example["input_ids"][: example["special_tokens_mask"].index(0)]
-
-
-def answer_room(max_length: int) -> int:
-    """Return the number of tokens reserved for an answer after each prompt of the training."""
-    return min(MAX_ANSWER_TOKENS, max_length // 4)
 
 
 def answer_limit(questions: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
     """Return the number of tokens that a generated answer may have: the longest reference answer and EOS fit.
 
-    It is at least `answer_room`, and leaves enough of `max_length` for the longest question.
+    It is at least `answer_room`, and leaves enough of `max_length` for what a prompt needs, such as its question.
     """
     answers = (tokens for texts in questions["answers"] for tokens in tokenise_answers(texts, tokenizer))
     longest_answer = max(map(len, answers)) + 1
-    longest_question = max(sum(map(len, frame_context(question, tokenizer))) for question in questions["question"])
-    return max(answer_room(max_length), min(longest_answer, max_length - longest_question))
-
-
-def frame_context(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens of a prompt before its context, and those after it."""
-    (before,) = tokenise_texts([BEFORE_CONTEXT.format(question=question)], tokenizer)
-    return leading_tokens(tokenizer) + before, tokenise_continuations([AFTER_CONTEXT], tokenizer)[0]
-
-
-def shorten(
-    prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]]:
-    """Cut off the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
-
-    Return the prompt, and the tokens of the context that it keeps (none if the whole prompt fits). Raise WorkshopError
-    (exit code 2) if the question does not fit even without context.
-    """
-    if len(prompt) <= limit:
-        return prompt, []
-    before, after = frame_context(question, tokenizer)
-    room = limit - len(after)
-    if len(before) > room:
-        raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
-    kept = prompt[:room]
-    # The cut may split a character that has several tokens
-    while str(tokenizer.decode(kept)).endswith("\N{REPLACEMENT CHARACTER}"):
-        kept.pop()
-    return kept + after, kept[len(before) :]
+    task = task_of(questions.column_names)
+    needed = max(task.least_prompt(example, tokenizer, max_length) for example in questions)
+    return max(answer_room(max_length), min(longest_answer, max_length - needed))
 
 
 class OneRow:

@@ -30,12 +30,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
-from data_loader import is_local, read_local, read_part
+from data_loader import find_files, read_files, read_part
 from models.bloom_sdpa import use_attention
 from models.custom_model import CustomGPTConfig
 from models.lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
 from shared.hub import check_files, check_relative_path, loading_errors, offline_without_network
+from tasks import task_of
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
 BLOOM_SIZES = {
@@ -95,8 +96,10 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
 
     The result is the same on every rank.
     """
-    questions = read_local(data_args) if is_local(data_args.dataset) else read_part("train", data_args)
-    texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
+    local = find_files(data_args.dataset)
+    examples = read_files(data_args.dataset, data_args).examples if local else read_part("train", data_args).rows
+    task = task_of(list(next(iter(examples))))
+    texts = dict.fromkeys(text for example in examples for text in task.texts(example))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from data_loader import LEFT_OUT
+from data_loader import Data
 from distributed import watchdog
 from distributed.collectives import broadcast_from_rank_0, local_world_size, print_once, rank, world_size
 from distributed.config_file import read_config_file, start_process_group
@@ -45,6 +45,7 @@ from settings.precision import DTYPES
 from settings.settings import Settings
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
+from tasks import task_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,33 +71,40 @@ class Start:
         check_trainable(self.settings, self.args, self.meta_model, tokenizer)
 
     @contextlib.contextmanager
-    def recorded(
-        self, tokenizer: PreTrainedTokenizerBase, train_dataset: Dataset, eval_dataset: Dataset
-    ) -> Iterator["Run"]:
+    def recorded(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> Iterator["Run"]:
         """Check the data, lock the output folder, and write the run record, which also says how the body ended.
 
         Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints.
         """
-        # The values may have been "all"
-        data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
-        settings = replace(self.settings, data=data)
-        identity = training_identity(self.job_id, settings, self.strategy.name, self.args.world_size, train_dataset)
+        task = task_of(data.train.column_names)
+        given = self.settings.data
+        effective = replace(
+            given,
+            train_size=len(data.train),  # it may have been "all"
+            eval_size=len(data.evaluation),
+            labels=given.labels or task.labels,
+            em_f1=task.em_f1 if given.em_f1 is None else given.em_f1,
+        )
+        settings = replace(self.settings, data=effective)
+        identity = training_identity(self.job_id, settings, self.strategy.name, self.args.world_size, data.train)
         if self.checkpoint:
             check_same_training(self.checkpoint, identity)
         check_room(self.output_dir, settings, self.meta_model, self.strategy, self.args.save_total_limit or 0)
-        unfair_questions = check_references(tokenizer, eval_dataset, data.max_length) if data.em_f1 else None
+        unfair_questions = None
+        if effective.em_f1:
+            unfair_questions = check_references(tokenizer, data.evaluation, effective.max_length)
         with self.record:
             if not self.checkpoint:
                 self.record.refuse_to_overwrite()  # again: another run may have ended just before this run had the lock
-            self.start_record(settings, {"train": train_dataset, "eval": eval_dataset}, unfair_questions)
+            self.start_record(settings, {"train": data.train, "eval": data.evaluation}, unfair_questions)
             watchdog.before_exit(self.record.close_as_hung)
             if rank() == 0:
-                self.record.list_left_out([f"{path}: {row}" for path, rows in LEFT_OUT.items() for row in rows])
+                self.record.list_left_out(data.left_out)
             prepare_trackers(self.args, self.job_id)
             run = Run(
                 **vars(self) | {"settings": settings},
                 identity=identity,
-                flops=model_flops(self.meta_model, data.max_length, self.record),
+                flops=model_flops(self.meta_model, effective.max_length, self.record),
                 peak=matmul_peak(DTYPES[settings.precision], self.args.device),
                 energy=EnergyMeter(),
             )
@@ -131,6 +139,7 @@ class Start:
             resumed_from=self.checkpoint,
             settings=settings.recorded(),
             origins=settings.origins,
+            kind=task_of(questions["train"].column_names).name,
             train_size=len(questions["train"]),
             eval_size=len(questions["eval"]),
             questions_cut={part: sum(rows["cut"][:]) for part, rows in questions.items()},
