@@ -12,6 +12,7 @@ conversation that is too long loses its oldest questions and their answers, but 
 """
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -40,17 +41,15 @@ def choose(names: list[str], cells: dict[str, Any]) -> Columns | None:
     question = usual(names, ("question", "query", "instruction"))
     answer = usual(names, ("answer", "answers", "response", "output"))
     passage = usual(names, USUAL_NAMES["context"])
-    whole_prompt = passage == "text" and {"instruction", "output"} <= {*names}  # as in Alpaca, next to its parts
-    columns = Columns(question, usual(names, ("input",)) or "", (answer,)) if question and answer else None
-    return columns if not passage or whole_prompt else None
+    fits = not passage or (passage == "text" and {"instruction", "output"} <= {*names})  # Alpaca's text has both
+    return Columns(question, usual(names, ("input",)) or "", (answer,)) if question and answer and fits else None
 
 
 def read(cells: dict[str, Any], chosen: Columns, place: str) -> dict:
     if chosen.others:
-        used = [column for column in chosen[:2] if column == chosen.first or str(cells.get(column) or "").strip()]
-        words = "\n\n".join(read_text(cells, column) for column in used)
-        answer = read_text(cells, chosen.others[0])
-        parts: Any = [[{"role": "user", "content": words}, {"role": "assistant", "content": answer}]]
+        asked = (column for column in chosen[:2] if column == chosen.first or str(cells.get(column) or "").strip())
+        words = "\n\n".join(read_text(cells, column) for column in asked)
+        parts: Any = [pair(words, read_text(cells, chosen.others[0]))]
     else:
         parts = [cells.get(column) for column in chosen[:2] if column]
         if not all(isinstance(part, list) and part for part in parts):
@@ -63,6 +62,10 @@ def read(cells: dict[str, Any], chosen: Columns, place: str) -> dict:
         "messages": messages,
         "last_messages": len(parts[-1]),  # those of the completion; the turns of a prompt do not count
     }
+
+
+def pair(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def check_messages(messages: list) -> list[dict[str, str]]:
@@ -82,26 +85,20 @@ def check_messages(messages: list) -> list[dict[str, str]]:
 
 def encode(example: dict, tokenizer: Any, max_length: int, labels: str) -> list[dict]:
     if not tokenizer.is_fast:
-        what = f"{type(tokenizer).__name__} is a slow tokenizer, which cannot say where the turns of a chat are"
-        raise WorkshopError("--tokenizer_name", what, "name a fast one")
-    for number, message in enumerate(example["messages"], 1):
-        if found := control_tokens(tokenizer).search(message["content"]):
+        raise WorkshopError(
+            "--tokenizer_name", f"{type(tokenizer).__name__} is slow", "name a fast tokenizer for chats"
+        )
+    messages = example["messages"]
+    for number, message in enumerate(messages, 1):
+        if found := expressions(tokenizer, tokenizer.chat_template)[0].search(message["content"]):
             raise RowError(f"message {number} contains the control token {found[0]!r}")
-    messages, last = example["messages"], example["last_messages"]
-    ids, counts, begin = find_tokens(messages, last, tokenizer)
+    ids, counts, begin = find_tokens(messages, example["last_messages"], tokenizer)
     if len(ids) > max_length:
         messages = shorten(messages, max_length, tokenizer)
-        ids, counts, begin = find_tokens(messages, last, tokenizer)
+        ids, counts, begin = find_tokens(messages, example["last_messages"], tokenizer)
     if len(ids) > max_length:
         raise RowError(f"the last question and its answer have {len(ids)} tokens, and --max_length is {max_length}")
-    counted = [labels != "answer" or count for count in counts]
-    return [token_row(ids, counted, begin, cut=len(messages) < len(example["messages"]))]
-
-
-def ask(question: str, context: str) -> dict:
-    """Return a conversation with a question. With a context, it is the prompt about a passage."""
-    words = PROMPT.format(question=question, context=context) if context else question
-    return {"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": MARK}]}
+    return [token_row(ids, [labels != "answer" or count for count in counts], begin, messages != example["messages"])]
 
 
 def prompt(example: dict, room: int, tokenizer: Any) -> list[int]:
@@ -128,72 +125,59 @@ def find_tokens(messages: list[dict[str, str]], last: int, tokenizer: Any) -> tu
     last: the number of messages that can count, at the end of the conversation.
     """
     text = write(messages, tokenizer)
-    turns = find_turns(text, messages, last, tokenizer)
+    turns = [*find_turns(text, messages, last, tokenizer)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
     counts = [any(begin < last and first < end for begin, end in turns) for first, last in places]
     return encoded["input_ids"], counts, sum(last <= turns[-1][0] for _, last in places)
 
 
-def find_turns(text: str, messages: list[dict[str, str]], last: int, tokenizer: Any) -> list[tuple[int, int]]:
-    """Return where the assistant's turns begin and end in the text of a conversation, in characters.
+def find_turns(text: str, messages: list[dict[str, str]], last: int, tokenizer: Any) -> Iterator[tuple[int, int]]:
+    """Yield where the assistant's turns begin and end in the text of a conversation, in characters.
 
     A turn is what the model has to write: all that follows the generation prompt, such as a blank or an empty thought,
     the words, and the end of the turn. Raise RowError if the template writes other words than those of a message.
     """
-    turns = []
     start = 0
     for number, message in enumerate(messages):
         before, mark, after = split_text(messages, number, tokenizer)
         end = len(text) - len(after)
         # Many templates leave out the thoughts of earlier turns
         words = message["content"] if message is messages[-1] else message["content"].rpartition("</think>")[2]
-        if not mark or not text.endswith(after) or not squeeze(text[:end]).endswith(squeeze(words)):
+        written, expected = ("".join(each.split()) for each in (text[:end], words))
+        if not mark or not text.endswith(after) or not written.endswith(expected):
             raise RowError(f"the chat template leaves out message {number + 1}, or writes it in other words")
         if message["role"] == "assistant" and number >= len(messages) - last:
-            header = before[start:]
+            headers = [before[start:]]
             if number:
-                prompted = split_text(messages[:number], number - 1, tokenizer, add_generation_prompt=True)
-                header = header[: common_length(header, prompted[2])]
-            ending = endings(tokenizer, tokenizer.chat_template).match(text, end)
+                headers.append(split_text(messages[:number], number - 1, tokenizer, add_generation_prompt=True)[2])
+            ending = expressions(tokenizer, tokenizer.chat_template)[1].match(text, end)
             if not ending:
                 raise RowError(f"the chat template does not end message {number + 1}, so the model would never stop")
-            turns.append((start + common_length(text[start:], header), ending.end()))
+            yield start + min(common_length(text[start:], header) for header in headers), ending.end()
         start = end
-    return turns
 
 
 @cache
-def control_tokens(tokenizer: Any) -> re.Pattern:
-    """Return an expression for the control tokens of a tokenizer, and for the mark."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    tokens = sorted({*added, *tokenizer.all_special_tokens, MARK}, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, tokens))})")
+def expressions(tokenizer: Any, template: str) -> tuple[re.Pattern, re.Pattern]:
+    """Return an expression for the control tokens and the mark, and one for the end of a turn, after its words.
 
-
-@cache
-def endings(tokenizer: Any, template: str) -> re.Pattern:
-    """Return an expression for the end of a turn, which follows its words. A line end after it does not belong to it.
-
-    It is what the template writes after any turn, before a question or at the end. So it can have several tokens, as in
-    Cohere's template, and the EOS that Phi-3's writes after the last turn is not part of it. In some templates, such as
-    the one of gpt-oss, the last turn ends with another token.
+    The end of a turn is what the template writes after any turn, before a question or at the end, without a line end.
+    So it can have several tokens, as in Cohere's template, and the EOS that Phi-3's writes after the last turn is not
+    part of it. In some templates, such as the one of gpt-oss, the last turn ends with another token.
     """
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-    control = control_tokens(tokenizer)
-    last, earlier = (control.split(split_text(each, 1, tokenizer)[2]) for each in (asked, [*asked, asked[0]]))
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    longest_first = sorted({*added, *tokenizer.all_special_tokens, MARK}, key=len, reverse=True)
+    control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    last, earlier = (control.split(split_text(turns * pair("a", "a"), 1, tokenizer)[2]) for turns in (1, 2))
     ending = "".join(last[: common_length(last, earlier)]).rstrip()
-    return re.compile(re.escape(ending)) if ending else control
+    return control, re.compile(re.escape(ending)) if ending else control
 
 
 def split_text(messages: list[dict[str, str]], number: int, tokenizer: Any, **options: bool) -> tuple[str, str, str]:
     """Return the text before the words of a message, a mark if the template writes them, and the text after them."""
     marked = [*messages[:number], {**messages[number], "content": MARK}, *messages[number + 1 :]]
     return write(marked, tokenizer, **options).partition(MARK)
-
-
-def squeeze(text: str) -> str:
-    return "".join(text.split())
 
 
 def write(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
@@ -212,7 +196,9 @@ CHAT = Task(
     choose=choose,
     read=read,
     encode=encode,
-    ask=ask,
+    ask=lambda question, context: {
+        "messages": pair(PROMPT.format(question=question, context=context) if context else question, MARK)
+    },
     prompt=prompt,
     texts=lambda example: [message["content"] for message in example["messages"]],
 )
