@@ -9,7 +9,7 @@ from data_loader import tokens_hash
 from helpers import program
 
 trl = program("benchmarks/losses_of_trl.py")
-OTHER_PROCESSOR = 2e-5  # it may add in another order
+OTHER_PROCESSOR = 1e-5  # it may add in another order; five settings of one processor differed by up to 1.4e-6
 
 
 @pytest.mark.promise("Your own data: the labels and losses of TRL")
