@@ -47,8 +47,11 @@ def choose(names: list[str], cells: dict[str, Any]) -> Columns | None:
 
 def read(cells: dict[str, Any], chosen: Columns, place: str) -> dict:
     if chosen.others:
-        asked = (column for column in chosen[:2] if column == chosen.first or str(cells.get(column) or "").strip())
-        words = "\n\n".join(read_text(cells, column) for column in asked)
+        words = "\n\n".join(
+            read_text(cells, column)
+            for column in chosen[:2]
+            if column == chosen.first or str(cells.get(column) or "").strip()  # Alpaca's input may be empty
+        )
         parts: Any = [pair(words, read_text(cells, chosen.others[0]))]
     else:
         parts = [cells.get(column) for column in chosen[:2] if column]
@@ -104,8 +107,8 @@ def encode(example: dict, tokenizer: Any, max_length: int, labels: str) -> list[
 def prompt(example: dict, room: int, tokenizer: Any) -> list[int]:
     """Return the tokens before the last answer. If its question is too long, the prompt loses its beginning."""
     *asked, answer = example["messages"]
-    asked = shorten(asked, room, tokenizer, add_generation_prompt=True)
-    ids, _, begin = find_tokens([*asked, answer], 1, tokenizer)
+    kept = shorten(asked, room, tokenizer, add_generation_prompt=True)
+    ids, _, begin = find_tokens([*kept, answer], 1, tokenizer)
     return ids[max(0, begin - room) : begin]
 
 
@@ -127,9 +130,8 @@ def find_tokens(messages: list[dict[str, str]], last: int, tokenizer: Any) -> tu
     text = write(messages, tokenizer)
     turns = [*find_turns(text, messages, last, tokenizer)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    places = encoded["offset_mapping"]
-    counts = [any(begin < last and first < end for begin, end in turns) for first, last in places]
-    return encoded["input_ids"], counts, sum(last <= turns[-1][0] for _, last in places)
+    counts = [any(begin < last and first < end for begin, end in turns) for first, last in encoded["offset_mapping"]]
+    return encoded["input_ids"], counts, sum(last <= turns[-1][0] for _, last in encoded["offset_mapping"])
 
 
 def find_turns(text: str, messages: list[dict[str, str]], last: int, tokenizer: Any) -> Iterator[tuple[int, int]]:
@@ -166,12 +168,20 @@ def expressions(tokenizer: Any, template: str) -> tuple[re.Pattern, re.Pattern]:
     So it can have several tokens, as in Cohere's template, and the EOS that Phi-3's writes after the last turn is not
     part of it. In some templates, such as the one of gpt-oss, the last turn ends with another token.
     """
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    longest_first = sorted({*added, *tokenizer.all_special_tokens, MARK}, key=len, reverse=True)
-    control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    named = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    tokens = sorted({*named, *tokenizer.all_special_tokens, MARK}, key=len, reverse=True)
+    control = re.compile(f"({'|'.join(map(re.escape, tokens))})")
     last, earlier = (control.split(split_text(turns * pair("a", "a"), 1, tokenizer)[2]) for turns in (1, 2))
     ending = "".join(last[: common_length(last, earlier)]).rstrip()
     return control, re.compile(re.escape(ending)) if ending else control
+
+
+def ends(tokenizer: Any) -> list[int]:
+    """Return EOS and the last token of a turn, which is another one in templates such as Gemma's."""
+    control, ending = expressions(tokenizer, tokenizer.chat_template)
+    found = ending.match(split_text(pair("a", "a"), 1, tokenizer)[2])
+    last = control.findall(found[0])[-1:] if found else []
+    return sorted({tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(last)})
 
 
 def split_text(messages: list[dict[str, str]], number: int, tokenizer: Any, **options: bool) -> tuple[str, str, str]:
@@ -200,5 +210,6 @@ CHAT = Task(
         "messages": pair(PROMPT.format(question=question, context=context) if context else question, MARK)
     },
     prompt=prompt,
+    ends=ends,
     texts=lambda example: [message["content"] for message in example["messages"]],
 )

@@ -164,6 +164,7 @@ class Run:
         """Check that the model can be saved, prepare accelerate for sharding, and start to count energy. Collective."""
         check_saving(model, tokenizer)
         self.tokenizer = tokenizer
+        model.generation_config.eos_token_id = task_of(self.questions["train"].column_names).ends(tokenizer)
         if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         self.energy = EnergyMeter()  # counts the joules of the GPUs, from here to the end of the run

@@ -61,8 +61,10 @@ def test_all_that_the_model_has_to_write_counts_and_nothing_else(name, tiny_toke
         for _ in range(numbers.randint(1, 3)):
             turns += [f"user: {numbers.choice(WORDS[:4])}", f"assistant: {numbers.choice(WORDS)}"]
         turns[-1] = "assistant: Yes."
-        counted, ignored = split(encode(chat(*turns), tokenizer), tokenizer)
+        row = encode(chat(*turns), tokenizer)
+        counted, ignored = split(row, tokenizer)
         assert counted.endswith(known["counts"])
+        assert [label for label in row["labels"] if label != IGNORED][-1] in CHAT.ends(tokenizer)
         of_the_assistant = "".join(turn for turn in turns if turn.startswith("assistant"))
         assert counted.count("same") == of_the_assistant.count("same"), turns
         assert ignored.count("same") == "".join(turns).count("same") - counted.count("same"), turns
