@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
-from tasks import choose_task, kinds
-from tasks.passage import IMPOSSIBLE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
+from tasks import choose_task
+from tasks.passage import IMPOSSIBLE, NOT_IN_PASSAGE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
 from tasks.task import IDS, Columns, RowError, Task
 from tasks.text import TEXT
 
@@ -50,18 +50,19 @@ class Reading(NamedTuple):
     content: bytes = b""
 
 
-def choose_part(units: Iterable, part: str) -> list[int]:
-    """Return the numbers of the examples of one part: all, train, or held out (every fifth unit, such as a passage).
+def choose_part(units: Iterable, part: str, name: str, kind: str) -> list[int]:
+    """Return the numbers of the examples of one part: all, train, or held out (every fifth unit).
 
-    units: the unit of each example. One passage can be in several rows.
+    units: the unit of each example, for one passage can be in several rows. name: the file. kind: of units, such as
+    passage. Raise WorkshopError (exit code 2) if no unit is held out.
     """
     numbers: dict[Any, int] = {}
-    places = [numbers.setdefault(unit, len(numbers)) for unit in units]
-    return [
-        i
-        for i, n in enumerate(places)
-        if part == "all" or (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (part == "held out")
-    ]
+    held_out = [numbers.setdefault(unit, len(numbers)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for unit in units]
+    chosen = [place for place, held in enumerate(held_out) if part == "all" or held == (part == "held out")]
+    if not chosen:
+        what = f"has only {len(numbers)} different {kind}s, and every fifth one is held out for the evaluation"
+        raise WorkshopError(name, what, f"give --eval_dataset, or at least {HELD_OUT_EVERY} {kind}s")
+    return chosen
 
 
 def read_file(path: str, columns: str | None = None, skip: bool = False, free: bool = False) -> Reading:
@@ -69,8 +70,8 @@ def read_file(path: str, columns: str | None = None, skip: bool = False, free: b
     content = read_bytes(path, READABLE)
     task, chosen, names, rows = read_rows(path, decode(path, content), columns, free)
     reading = check_rows(path, task, chosen, names, rows, skip)
-    if chosen.squad and columns:
-        reading.notes.append(f"TABLE_COLUMNS has no effect on {path}, which is a SQuAD file")
+    if columns and not names:
+        reading.notes.append(f"TABLE_COLUMNS has no effect on {path}, which is not a table")
     return reading._replace(content=content)
 
 
@@ -99,10 +100,11 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
     kind = "questions" if chosen.squad else "rows"
     if unusable and not skip:
         what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
-        raise WorkshopError(path, what, "correct them, or leave them out with BAD_ROWS=skip")
+        free = "give ANSWERS=free to allow such answers, " if any(NOT_IN_PASSAGE in row for row in unusable) else ""
+        raise WorkshopError(path, what, f"correct them, {free}or leave them out with BAD_ROWS=skip")
     if not found:
         what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
-        raise WorkshopError(path, what, f"give rows of one kind: {kinds()}")
+        raise WorkshopError(path, what, "see data/README.md for the formats")
     read = ", ".join(filter(None, [chosen.first, chosen.second, " + ".join(chosen.others)]))
     unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
     ignored = f"; not used: {', '.join(unread)}" if unread else ""
@@ -134,7 +136,7 @@ def read_rows(path: str, text: str, columns: str | None, free: bool) -> tuple[Ta
     """Return the kind of a file, the columns to read, the names of all columns, and all rows."""
     kind = Path(path).suffix.lower()
     if kind in TEXTS:
-        return TEXT, Columns("text"), ["text"], [Row(Path(path).name, {"text": text} if text.strip() else None)]
+        return TEXT, Columns("text"), [], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns, free)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
