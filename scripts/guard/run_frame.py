@@ -46,6 +46,7 @@ from settings.settings import Settings
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
 from tasks import task_of
+from tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ class Start:
             prepare_trackers(self.args, self.job_id)
             run = Run(
                 **vars(self) | {"settings": settings},
+                task=task,
                 identity=identity,
                 flops=model_flops(self.meta_model, effective.max_length, self.record),
                 peak=matmul_peak(DTYPES[settings.precision], self.args.device),
@@ -157,10 +159,11 @@ class Start:
 class Run(Start):
     """A training run whose record has begun. Its settings have the sizes of the data as numbers.
 
-    identity: the description of the training in each checkpoint. flops: operations per token, None if unknown. peak:
-    the most operations per second that one rank can do.
+    task: the kind of its data. identity: the description of the training in each checkpoint. flops: operations per
+    token, None if unknown. peak: the most operations per second that one rank can do.
     """
 
+    task: Task
     identity: dict
     flops: ModelFlops | None
     peak: float
@@ -169,6 +172,7 @@ class Run(Start):
     def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that the model can be saved, prepare accelerate for sharding, and start to count energy."""
         check_saving(model, tokenizer)
+        model.generation_config.eos_token_id = self.task.ends(tokenizer)
         if self.settings.trainer.fsdp or self.strategy.degrees.tensor > 1:
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         self.energy.start()  # it counts the joules of the GPUs from here to the end of the run

@@ -121,7 +121,7 @@ def answer_questions(
         num_beams=1,
         use_cache=True,
         max_new_tokens=limit,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=task_of(questions.column_names).ends(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
     # generate() takes each value that `greedy` leaves out, such as repetition_penalty, from the settings in the model's

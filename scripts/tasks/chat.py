@@ -1,155 +1,196 @@
 """Conversations, written as text by the chat template of the tokenizer. The assistant's words and turn ends count.
 
     {"messages": [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."}]}
+    {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "A model."}]}
     {"prompt": [{"role": "user", "content": "Who are you?"}], "completion": [{"role": "assistant", ...}]}
     {"instruction": "Translate.", "input": "Hallo", "output": "Hello"}
     {"question": "Who are you?", "answer": "A model."}
 
-To find a turn in the text, the template writes the conversation once more with a mark instead of the turn's words. So
-it needs no marks of its own, and turns that it rewrites by their place, as Qwen3's does, are found as they are trained.
+To find the words of a message, the template writes the conversation once more with a mark instead of them. So any
+template will do, and turns that it rewrites by their place, as Qwen3's does, are found in the text that is trained. A
+conversation that is too long loses its oldest questions and their answers, but not its system message.
 """
 
+import re
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+from shared.errors import WorkshopError
 from tasks.passage import PROMPT, USUAL_NAMES
 from tasks.task import Columns, RowError, Task, common_length, identifier, read_text, token_row, usual
 
-ROLES = ("system", "user", "assistant")
-MARK = "\ue000"  # a character for private use, which no text contains
-QUESTIONS = ("question", "query", "instruction")
-INPUTS = ("input",)
-ANSWERS = ("answer", "answers", "response", "output")
+# The names in `messages`, and those of ShareGPT
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+MARK = "\ue000"  # a character for private use
 # For a tokenizer without a chat template, such as BLOOM's
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% if not loop.first %}\n{% endif %}"
-    "{{ message.role | capitalize }}: {{ message.content | trim }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}\nAssistant:{% endif %}"
+    "{% for message in messages %}"
+    "{{ '' if loop.first else '\n' }}{{ message.role | capitalize }}: {{ message.content | trim }}"
+    "{{ eos_token if message.role == 'assistant' }}"
+    "{% endfor %}"
+    "{{ '\nAssistant:' if add_generation_prompt }}"
 )
 
 
 def choose(names: list[str], cells: dict[str, Any]) -> Columns | None:
-    for name in ("messages", "conversations"):
-        if name in names:
-            return Columns(name)
+    if name := usual(names, ("messages", "conversations")):
+        return Columns(name)
     if isinstance(cells.get("prompt"), list) and "completion" in names:
         return Columns("prompt", "completion")
+    question = usual(names, ("question", "query", "instruction"))
+    answer = usual(names, ("answer", "answers", "response", "output"))
     passage = usual(names, USUAL_NAMES["context"])
-    if {"instruction", "output"} <= {*names} and passage in (None, "text"):  # Alpaca has the whole prompt as text
-        return Columns("instruction", usual(names, INPUTS) or "", ("output",))
-    question, answer = usual(names, QUESTIONS), usual(names, ANSWERS)
-    return Columns(question, others=(answer,)) if question and answer and not passage else None
+    fits = not passage or (passage == "text" and {"instruction", "output"} <= {*names})  # Alpaca's text has both
+    return Columns(question, usual(names, ("input",)) or "", (answer,)) if question and answer and fits else None
 
 
 def read(cells: dict[str, Any], chosen: Columns, place: str) -> dict:
     if chosen.others:
-        words = read_text(cells, chosen.first)
-        if chosen.second and str(cells.get(chosen.second) or "").strip():
-            words = f"{words.strip()}\n\n{read_text(cells, chosen.second)}"
-        parts: Any = [[], []]
-        turns: Any = [("user", words), ("assistant", read_text(cells, chosen.others[0]))]
-        messages: Any = [{"role": role, "content": text} for role, text in turns]
+        words = "\n\n".join(
+            read_text(cells, column)
+            for column in chosen[:2]
+            if column == chosen.first or str(cells.get(column) or "").strip()  # Alpaca's input may be empty
+        )
+        parts: Any = [pair(words, read_text(cells, chosen.others[0]))]
     else:
         parts = [cells.get(column) for column in chosen[:2] if column]
         if not all(isinstance(part, list) and part for part in parts):
             raise RowError(f"{' or '.join(filter(None, chosen[:2]))} is not a list of messages")
-        messages = [message for part in parts for message in part]
-    messages = check_messages(messages)
-    said = [message["content"] for message in messages if message["role"] == "user"]
+    messages = check_messages([message for part in parts for message in part])
     return {
         "id": identifier(cells, place),
-        "question": said[-1],
+        "question": [message["content"] for message in messages if message["role"] == "user"][-1],
         "answers": [messages[-1]["content"].strip()],
         "messages": messages,
-        "context_messages": len(parts[0]) if len(parts) > 1 else 0,  # a prompt, whose turns do not count
+        "last_messages": len(parts[-1]),  # those of the completion; the turns of a prompt do not count
     }
 
 
-def encode(example: dict, tokenizer: Any, max_length: int, labels: str) -> list[dict]:
-    text, spans = render(example["messages"], example["context_messages"], tokenizer)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, places = encoded["input_ids"], encoded["offset_mapping"]
-    counts = [any(begin < last and first < end for begin, end in spans) for first, last in places]
-    # The last turn begins with the last token that counts after one that does not
-    begin = next((i for i in reversed(range(len(ids))) if counts[i] and (i == 0 or not counts[i - 1])), 0)
-    if labels == "answer" and not any(counts[:max_length]):
-        raise RowError("the first answer begins after --max_length tokens")
-    counted = [labels != "answer" or count for count in counts]
-    cut = len(ids) > max_length
-    return [token_row(ids[:max_length], counted[:max_length], min(begin, max_length), cut, answer_cut=cut)]
-
-
-def ask(question: str, context: str) -> dict:
-    """Return the conversation that begins with a question. With a context, it is the prompt about a passage."""
-    words = PROMPT.format(question=question, context=context) if context else question
-    return {"messages": [{"role": "user", "content": words}]}
-
-
-def prompt(example: dict, room: int, tokenizer: Any) -> list[int]:
-    """Return the tokens of the conversation without its last answer. A long conversation loses its beginning."""
-    messages = example["messages"]
-    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-    text = apply(asked, tokenizer, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"][-room:]
+def pair(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def check_messages(messages: list) -> list[dict[str, str]]:
     """Return the messages with role and content only. Raise RowError with the reason if they cannot be used."""
     checked = []
-    for number, message in enumerate(messages):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in ROLES:
-            raise RowError(f"message {number + 1}: the role is {role!r:.40}, expected {', '.join(ROLES)}")
-        if not isinstance(content, str) or not content.strip():
-            raise RowError(f"message {number + 1}: the content is {content!r:.40}, expected a text")
-        checked.append({"role": role, "content": content})
+    for number, message in enumerate(messages, 1):
+        cells = message if isinstance(message, dict) else {}
+        role, content = cells.get("role", cells.get("from")), cells.get("content", cells.get("value"))
+        if role not in [*ROLES] or not isinstance(content, str) or not content.strip():
+            raise RowError(f"message {number} has no text, or no role system, user or assistant: {message!r:.80}")
+        checked.append({"role": ROLES[role], "content": content})
     roles = [message["role"] for message in checked]
     if "user" not in roles or roles[-1] != "assistant":
         raise RowError(f"the roles are {', '.join(roles)}, expected user and, as the last one, assistant")
     return checked
 
 
-def render(messages: list[dict[str, str]], first: int, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and where the assistant's turns begin and end in it, in characters.
+def encode(example: dict, tokenizer: Any, max_length: int, labels: str) -> list[dict]:
+    if not tokenizer.is_fast:
+        raise WorkshopError(
+            "--tokenizer_name", f"{type(tokenizer).__name__} is slow", "name a fast tokenizer for chats"
+        )
+    messages = example["messages"]
+    for number, message in enumerate(messages, 1):
+        if found := expressions(tokenizer, tokenizer.chat_template)[0].search(message["content"]):
+            raise RowError(f"message {number} contains the control token {found[0]!r}")
+    ids, counts, begin = find_tokens(messages, example["last_messages"], tokenizer)
+    if len(ids) > max_length:
+        messages = shorten(messages, max_length, tokenizer)
+        ids, counts, begin = find_tokens(messages, example["last_messages"], tokenizer)
+    if len(ids) > max_length:
+        raise RowError(f"the last question and its answer have {len(ids)} tokens, and --max_length is {max_length}")
+    return [token_row(ids, [labels != "answer" or count for count in counts], begin, messages != example["messages"])]
 
-    first: the number of messages before the first one that can count.
 
-    Raise RowError if a message contains a control token, which would end its turn, or if the template loses a turn.
+def prompt(example: dict, room: int, tokenizer: Any) -> list[int]:
+    """Return the tokens before the last answer. If its question is too long, the prompt loses its beginning."""
+    *asked, answer = example["messages"]
+    kept = shorten(asked, room, tokenizer, add_generation_prompt=True)
+    ids, _, begin = find_tokens([*kept, answer], 1, tokenizer)
+    return ids[max(0, begin - room) : begin]
+
+
+def shorten(messages: list[dict[str, str]], room: int, tokenizer: Any, **options: bool) -> list[dict[str, str]]:
+    """Drop the oldest question and its answer until the text has at most `room` tokens or one question is left."""
+    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    for first in [0, *asked[1:]]:
+        kept = [message for number, message in enumerate(messages) if number >= first or message["role"] == "system"]
+        if len(tokenizer(write(kept, tokenizer, **options), add_special_tokens=False)["input_ids"]) <= room:
+            break
+    return kept
+
+
+def find_tokens(messages: list[dict[str, str]], last: int, tokenizer: Any) -> tuple[list[int], list[bool], int]:
+    """Return the tokens of a conversation, which of them count, and the number of tokens before the last answer.
+
+    last: the number of messages that can count, at the end of the conversation.
     """
-    for message in messages:
-        for token in tokenizer.all_special_tokens:
-            if token in message["content"]:
-                raise RowError(f"a message contains the control token {token!r}")
-    text = apply(messages, tokenizer)
-    spans = []
+    text = write(messages, tokenizer)
+    turns = [*find_turns(text, messages, last, tokenizer)]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    counts = [any(begin < last and first < end for begin, end in turns) for first, last in encoded["offset_mapping"]]
+    return encoded["input_ids"], counts, sum(last <= turns[-1][0] for _, last in encoded["offset_mapping"])
+
+
+def find_turns(text: str, messages: list[dict[str, str]], last: int, tokenizer: Any) -> Iterator[tuple[int, int]]:
+    """Yield where the assistant's turns begin and end in the text of a conversation, in characters.
+
+    A turn is what the model has to write: all that follows the generation prompt, such as a blank or an empty thought,
+    the words, and the end of the turn. Raise RowError if the template writes other words than those of a message.
+    """
+    start = 0
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < first:
-            continue
-        marked = apply([*messages[:number], {**message, "content": MARK}, *messages[number + 1 :]], tokenizer)
-        begin = common_length(text, marked)
-        end = len(text) - common_length(text[begin:][::-1], marked[begin:][::-1])
-        if begin >= end or squeeze(text[begin:end]) not in squeeze(message["content"]):
+        before, mark, after = split_text(messages, number, tokenizer)
+        end = len(text) - len(after)
+        # Many templates leave out the thoughts of earlier turns
+        words = message["content"] if message is messages[-1] else message["content"].rpartition("</think>")[2]
+        written, expected = ("".join(each.split()) for each in (text[:end], words))
+        if not mark or not text.endswith(after) or not written.endswith(expected):
             raise RowError(f"the chat template leaves out message {number + 1}, or writes it in other words")
-        prompt = apply(messages[:number], tokenizer, add_generation_prompt=True)
-        # What stands between the prompt and the words, such as a blank, must be written by the model, so it counts
-        if text.startswith(prompt):
-            begin = min(begin, len(prompt))
-        spans.append((begin, turn_end(text, end, tokenizer)))
-    return text, spans
+        if message["role"] == "assistant" and number >= len(messages) - last:
+            headers = [before[start:]]
+            if number:
+                headers.append(split_text(messages[:number], number - 1, tokenizer, add_generation_prompt=True)[2])
+            ending = expressions(tokenizer, tokenizer.chat_template)[1].match(text, end)
+            if not ending:
+                raise RowError(f"the chat template does not end message {number + 1}, so the model would never stop")
+            yield start + min(common_length(text[start:], header) for header in headers), ending.end()
+        start = end
 
 
-def squeeze(text: str) -> str:
-    return "".join(text.split())
+@cache
+def expressions(tokenizer: Any, template: str) -> tuple[re.Pattern, re.Pattern]:
+    """Return an expression for the control tokens and the mark, and one for the end of a turn, after its words.
+
+    The end of a turn is what the template writes after any turn, before a question or at the end, without a line end.
+    So it can have several tokens, as in Cohere's template, and the EOS that Phi-3's writes after the last turn is not
+    part of it. In some templates, such as the one of gpt-oss, the last turn ends with another token.
+    """
+    named = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    tokens = sorted({*named, *tokenizer.all_special_tokens, MARK}, key=len, reverse=True)
+    control = re.compile(f"({'|'.join(map(re.escape, tokens))})")
+    last, earlier = (control.split(split_text(turns * pair("a", "a"), 1, tokenizer)[2]) for turns in (1, 2))
+    ending = "".join(last[: common_length(last, earlier)]).rstrip()
+    return control, re.compile(re.escape(ending)) if ending else control
 
 
-def turn_end(text: str, end: int, tokenizer: Any) -> int:
-    """Return the end of a turn: after the control token that follows its words, if there is one."""
-    start = end + len(text[end:]) - len(text[end:].lstrip())
-    tokens = [token for token in tokenizer.all_special_tokens if text.startswith(token, start)]
-    return start + max(map(len, tokens)) if tokens else end
+def ends(tokenizer: Any) -> list[int]:
+    """Return EOS and the last token of a turn, which is another one in templates such as Gemma's."""
+    control, ending = expressions(tokenizer, tokenizer.chat_template)
+    found = ending.match(split_text(pair("a", "a"), 1, tokenizer)[2])
+    last = control.findall(found[0])[-1:] if found else []
+    return sorted({tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(last)})
 
 
-def apply(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
+def split_text(messages: list[dict[str, str]], number: int, tokenizer: Any, **options: bool) -> tuple[str, str, str]:
+    """Return the text before the words of a message, a mark if the template writes them, and the text after them."""
+    marked = [*messages[:number], {**messages[number], "content": MARK}, *messages[number + 1 :]]
+    return write(marked, tokenizer, **options).partition(MARK)
+
+
+def write(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # the templates raise their own errors, such as "roles must alternate"
@@ -165,7 +206,10 @@ CHAT = Task(
     choose=choose,
     read=read,
     encode=encode,
-    ask=ask,
+    ask=lambda question, context: {
+        "messages": pair(PROMPT.format(question=question, context=context) if context else question, MARK)
+    },
     prompt=prompt,
+    ends=ends,
     texts=lambda example: [message["content"] for message in example["messages"]],
 )

@@ -43,6 +43,7 @@ class Task:
     whole. column: a column that examples of no other kind have. labels, em_f1: defaults of LABELS and EM_F1.
     pieces: True for documents: they have no answers, and each becomes several rows, so that sizes count rows of tokens.
     template: the chat template for a tokenizer that has none; it is saved with the model.
+    ends(tokenizer): the tokens at which a generated answer ends.
 
     choose(names, cells): return the columns to read, None if a file with these names has another kind. cells: the first
     row. read(cells, columns, place): return the example of a row, or raise RowError with the reason if the row cannot
@@ -72,6 +73,7 @@ class Task:
     em_f1: bool = False
     pieces: bool = False
     template: str | None = None
+    ends: Callable[[Any], int | list[int]] = lambda tokenizer: tokenizer.eos_token_id
     least_prompt: Callable[[dict, Any, int], int] = lambda example, tokenizer, max_length: max_length // 2
     group: Callable[[dict], str] | None = None
     key: Callable[[dict], Any] | None = None

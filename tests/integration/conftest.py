@@ -32,9 +32,19 @@ def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     # A Mixtral, in which 2 of 4 experts compute each token
     sizes |= {"model_type": "mixtral", "num_local_experts": 4}
     bench.write("my-mixtral/config.json", json.dumps(sizes))
+    bench.write("chat.jsonl", "".join(f"{json.dumps(row)}\n" for row in make_chats()))
     yield bench
     left = bench.close()
     assert not left, f"processes outlived the tests: {left}"
+
+
+def make_chats() -> Iterator[dict]:
+    """Yield conversations of two questions of the sample, each about one passage."""
+    articles = json.loads((REPOSITORY / "data" / "squad_sample.json").read_text())["data"]
+    for asked in [passage["qas"] for article in articles for passage in article["paragraphs"]]:
+        for two in zip(asked, asked[1:], strict=False):
+            turns = [(("user", each["question"]), ("assistant", each["answers"][0]["text"])) for each in two]
+            yield {"messages": [{"role": role, "content": text} for turn in turns for role, text in turn]}
 
 
 @pytest.fixture(scope="session")

@@ -85,13 +85,18 @@ LABELS = {
     "answer": Run(variables={"LABELS": "answer"} | ODD),
     "all": Run(variables={"LABELS": "all"}),
 }
-OTHER_BATCHES = {
-    f"answer_{name}": replace(
+CHAT = {"DATASET": "chat.jsonl", "PADDING": "longest"}
+CHATS = {"chat_plain": Run(variables=CHAT | ODD)} | {
+    f"chat_{name}": replace(
         STRATEGIES[name],
         arguments=(*STRATEGIES[name].arguments, "--per_device_eval_batch_size", "3"),
-        variables={"LABELS": "answer", "PADDING": "longest", "LOSS": loss} | ODD,
+        variables=CHAT | ODD | variables,
     )
-    for name, loss in (("ddp", "full"), ("full_shard", "chunked"))
+    for name, variables in (
+        ("ddp", {}),
+        ("zero3", {"LOSS": "chunked"}),
+        ("full_shard", {"PADDING": "none", "ATTENTION": "sdpa", "LOSS": "chunked"}),
+    )
 }
 GPT_SIZES = {"VOCAB_SIZE": 1024, "HIDDEN_SIZE": 64, "NUM_LAYERS": 2, "NUM_HEADS": 4, "FF_DIM": 128}
 GPT = {"MODEL_NAME": "custom-gpt"} | GPT_SIZES
@@ -166,8 +171,8 @@ LORA_BF16 = {
     f"lora_bf16_{name}": lora(name, **BF16) for name in ("plain", "ddp", "zero1", "zero2", "zero3", "full_shard")
 }
 LORA_OTHER_MODELS = {
-    f"lora_{base}{name}": replace(row, base=base, variables=ADAPTERS)
-    for base in ("qwen_plain", "gpt_plain")
+    f"lora_{base}{name}": replace(row, base=base, variables=ADAPTERS | variables)
+    for base, variables in (("qwen_plain", {}), ("gpt_plain", {}), ("chat_plain", CHAT))
     for name, row in (("", Run()), ("_zero3", deepspeed("zero3")), ("_full_shard", fsdp("full_shard")))
 }
 # A BLOOM of 12 million parameters, whose matrices ZeRO-3 shards. The matrices of tiny-bloom are too small for that.
@@ -189,19 +194,7 @@ OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-RUNS = (
-    STRATEGIES
-    | SDPA
-    | CHUNKED
-    | COMPILED
-    | LABELS
-    | OTHER_BATCHES
-    | CUSTOM
-    | TENSOR_PARALLEL
-    | QWENS
-    | UNTIED
-    | EXPERTS
-)
+RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | CHATS | CUSTOM | TENSOR_PARALLEL | QWENS | UNTIED | EXPERTS
 RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16 | LORA_OTHER_MODELS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OPTIMIZERS | OTHERS
 # Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16

@@ -16,7 +16,7 @@ WRAPPERS = {
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
     "full_shard": "FSDPBloomForCausalLM",
-    "answer_ddp": "DistributedDataParallel",  # its last evaluation batches hold repeated questions
+    "chat_ddp": "DistributedDataParallel",  # its last evaluation batches hold repeated questions
 }
 TOLERANCE = 2e-6  # loop.py prints six decimals, and adds the fp32 losses of 5 steps in another order than the Trainer
 
