@@ -81,6 +81,11 @@ class ModelArguments:
         0,
         "LoRA: freeze the model, and train adapters of this rank on its linear layers. 0: train all weights.",
     )
+    save_merged: bool = knob(
+        "SAVE_MERGED",
+        True,
+        "After LoRA, save the model with the adapters added to its weights. False: save only the adapters, for PEFT.",
+    )
     # Sizes of custom-gpt; other models ignore them
     vocab_size: int = knob("VOCAB_SIZE", 50000, "custom-gpt: number of tokens in the vocabulary.")
     hidden_size: int = knob("HIDDEN_SIZE", 2048, "custom-gpt: width. Lower it first if memory runs out.")
