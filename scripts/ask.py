@@ -21,12 +21,13 @@ from datasets import Dataset
 from config import DEFAULTS
 from data_loader import tokenise_batch
 from model import check_model, load_model, load_tokenizer
-from read_questions import READABLE, UNANSWERABLE
+from read_questions import READABLE
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.hub import draw_bars_on_terminals_only
 from shared.json_files import decode, read_bytes
+from tasks.passage import PASSAGE, UNANSWERABLE
 from training.exact_match import Generation, answer_questions
 
 
@@ -50,8 +51,8 @@ def main() -> None:
     for question in [arguments.question] if arguments.question else typed_questions():
         try:
             # The reference answer is not part of the prompt; the format only requires one
-            batch = {"question": [question], "context": [context], "answers": [[UNANSWERABLE]]}
-            prompt = Dataset.from_dict(batch | tokenise_batch(batch, tokenizer, max_length, settings.data.labels))
+            batch = {"id": [""], "question": [question], "context": [context], "answers": [[UNANSWERABLE]]}
+            prompt = Dataset.from_dict(tokenise_batch(batch, tokenizer, max_length, PASSAGE.labels))
         except WorkshopError as error:
             if arguments.question:
                 raise

@@ -116,6 +116,9 @@ class DataArguments:
     bad_rows: Literal["error", "skip"] = knob(
         "BAD_ROWS", "error", "Rows of a local file that cannot be used. error: list them and end; skip: leave them out."
     )
+    answers: Literal["in_context", "free"] = knob(
+        "ANSWERS", "in_context", "Answers about a passage. in_context: each is a part of its passage; free: any text."
+    )
     train_size: int | str | None = knob(
         "TRAIN_SIZE",
         None,
@@ -137,12 +140,13 @@ class DataArguments:
         "max_length",
         "Pad to --max_length, or to the longest sequence of the batch, or not at all (least memory; --attention sdpa).",
     )
-    labels: Literal["sequence", "answer", "all"] = knob(
+    labels: Literal["sequence", "answer", "all"] | None = knob(
         "LABELS",
-        "sequence",
-        "Tokens that count in the loss. sequence: all real tokens; answer: only answer and EOS; all: also padding.",
+        None,
+        "Tokens that count in the loss. sequence: all real tokens (default for passages and texts); answer: only the "
+        "answer and EOS (default for completions and chats); all: also padding.",
     )
-    em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.")
+    em_f1: bool | None = knob("EM_F1", None, "After training, answer the evaluation questions and print EM and F1.")
     em_f1_batch_size: int = knob("EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.")
     show: int = knob(
         "SHOW", 0, "Print this many evaluation questions with the right and the model's answer, next to EM and F1."

@@ -1,4 +1,4 @@
-"""SQuAD as one sequence per question: ``Question: ... Context: ... Answer: <answer><EOS>``."""
+"""The training set and the evaluation set: read, chosen, turned into tokens (tasks/), cached, and put into batches."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset, fingerprint, load_dataset
@@ -15,20 +14,19 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traini
 
 from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
-from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
+from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, choose_part, read_file, read_questions, shorten_list
 from shared.errors import WorkshopError
 from shared.files import check_readable
 from shared.hub import check_relative_path, file_system_errors, loading_errors, offline_without_network
 from shared.json_files import read_bytes
+from tasks import task_of
+from tasks.passage import PROMPT, UNANSWERABLE, answer_room, tokenise_answers
+from tasks.task import RowError, token_row, tokenise_texts
 
-PROMPT = "Question: {question} Context: {context} Answer:"
-BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
-ANCHOR = AFTER_CONTEXT.strip()  # a text before an answer
-MAX_ANSWER_TOKENS = 32
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
-ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py")
+ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py", "tasks/*.py")
 # The code that makes rows. It belongs to the keys of the caches, so that a change of the code has an effect
-CODE = b"".join(Path(__file__).parent.joinpath(name).read_bytes() for name in ROW_MAKERS)
+CODE = b"".join(path.read_bytes() for name in ROW_MAKERS for path in sorted(Path(__file__).parent.glob(name)))
 LEFT_OUT: dict[str, list[str]] = {}  # file -> place and reason of each row that BAD_ROWS=skip has left out
 
 
@@ -47,9 +45,11 @@ def load_squad(
     train = load_set("train", requested, data_args, tokenizer, training_args)
     evaluation = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
     if data_args.eval_dataset:
-        trained = set(train["context"][:])
-        if shared := sum(context in trained for context in evaluation["context"]):
-            print_once(f"{shared} of {len(evaluation)} evaluation questions are about a passage of the training set")
+        task = task_of(train.column_names)
+        trained = {task.unit_of(row) for row in train}
+        if shared := sum(task.unit_of(row) in trained for row in evaluation):
+            what = f"are about a {task.unit} of" if task.group else "are also in"
+            print_once(f"{shared} of {len(evaluation)} evaluation {task.rows} {what} the training set")
     return train, evaluation
 
 
@@ -67,13 +67,14 @@ def load_set(
         name = source(part, data_args)
         size = resolve_size(part, requested, len(questions), name)
         use = {"train": "training", "eval": "evaluation"}[part]
-        print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
+        kind = task_of(questions.column_names).rows
+        print_once(f"{use} {kind}: {size} of {len(questions)} available in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         with file_system_errors():
             rows = tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
     if cut := sum(rows["cut"][:]):
         print_once(
-            f"{cut} of {size} {use} questions were cut to --max_length; {sum(rows['answer_cut'])} lost their answer"
+            f"{cut} of {size} {use} {kind} were cut to --max_length; {sum(rows['answer_cut'])} lost their answer"
         )
     return rows
 
@@ -142,7 +143,12 @@ def load_from_hub(name: str, part: str) -> Dataset:
 
 def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
     """Yield the questions of --dataset, which is a local file. part: all, train, or held out."""
-    return read_questions(data_args.dataset, part, data_args.table_columns, data_args.bad_rows == "skip")
+    return read_questions(data_args.dataset, part, *reading(data_args))
+
+
+def reading(data_args: DataArguments) -> tuple[str | None, bool, bool]:
+    """Return the arguments of `read_file` after the path."""
+    return data_args.table_columns, data_args.bad_rows == "skip", data_args.answers == "free"
 
 
 print_notes = cache(print_once)  # prints lines only once, although both parts of a file have them
@@ -153,17 +159,18 @@ def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
 
     The cache key contains a hash of the file, so a changed file is read again.
     """
-    columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
+    columns, skip, free = reading(data_args)
     # Check all questions here, because here an error is one line
-    questions, notes, LEFT_OUT[path] = read_file(path, columns, skip)
+    questions, notes, LEFT_OUT[path] = read_file(path, columns, skip, free)
     if not any(choose_part(questions, part)):
-        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
-        raise WorkshopError(path, f"no question in its {part} passages", remedy)
+        task = task_of(list(questions[0]))
+        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} {task.unit}s"
+        raise WorkshopError(path, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
     if notes:
         print_notes("\n".join(notes))
-    arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
+    arguments = {"path": path, "part": part, "columns": columns, "skip": skip, "free": free}
     options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
-    key = read_bytes(path, READABLE) + options.encode()
+    key = read_bytes(path, READABLE) + (options + " free" * free).encode()
     with file_system_errors():
         rows = Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=short_hash(key + CODE))
     rows._fingerprint = short_hash(key)  # see tokenise
@@ -175,20 +182,30 @@ def short_hash(key: bytes) -> str:
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
-    """Add the columns of `tokenise_batch`.
+    """Return the rows of tokens of examples, see `tokenise_batch`.
 
     The result is cached. The cache key contains everything that the result depends on.
     """
-    max_length, labels = data_args.max_length, data_args.labels
+    task = task_of(dataset.column_names)
+    tokenizer.chat_template = tokenizer.chat_template or task.template
+    max_length, labels = data_args.max_length, data_args.labels or task.labels
     # Checkpoints of 2.0.0 contain a hash with version 6. It had other tokens with rules such as Llama-2's
     version = 6 if tokenise_answers(["a"], tokenizer) == tokenise_texts([" a"], tokenizer) else 7
     key = repr((version, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)).encode()
     rows = dataset.map(
         lambda batch: tokenise_batch(batch, tokenizer, max_length, labels),
         batched=True,
-        new_fingerprint=short_hash(key + CODE),
+        remove_columns=dataset.column_names,
+        new_fingerprint=short_hash(key + CODE + str(tokenizer.chat_template).encode()),
         desc="Tokenising",
     )
+    unusable = [f"{row['id']}: {row['unusable']}" for row in rows.select_columns(["id", "unusable"]) if row["unusable"]]
+    if unusable and data_args.bad_rows != "skip":
+        what = f"{len(unusable)} of {len(dataset)} rows cannot be used: {shorten_list(unusable)}"
+        raise WorkshopError("--dataset", what, "correct them, or leave them out with BAD_ROWS=skip")
+    if unusable:
+        print_notes(f"left out: {shorten_list(unusable)}")
+        rows = rows.filter(lambda row: not row["unusable"])
     rows._fingerprint = short_hash(key)  # checkpoints of 2.0.0 contain this hash, which does not depend on the code
     return rows
 
@@ -214,121 +231,29 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: int, labels: str) -> dict:
-    """Return token ids of prompt, first reference answer and EOS, at most `max_length` tokens per question.
-
-    The columns are input_ids, attention_mask, labels, length, prompt_length, cut, answer_cut. The first `prompt_length`
-    tokens are the prompt. `cut` is True if the end of the context was cut off, and `answer_cut` if the rest of the
-    context no longer contains the answer. Raise WorkshopError (exit code 2) if a question does not fit even without
-    context.
-    """
+    """Return the rows of tokens of examples (tasks/task.py::token_row), each with the columns of its example."""
+    task = task_of(list(batch))
     rows = []
-    leading = leading_tokens(tokenizer)
-    texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
-    firsts = [answers[0] for answers in batch["answers"]]
-    encoded = zip(tokenise_texts(texts, tokenizer), tokenise_answers(firsts, tokenizer), strict=True)
-    for i, (tokens, answer) in enumerate(encoded):
-        prompt = leading + tokens
-        ending = [*answer, tokenizer.eos_token_id]
-        room = max_length - max(len(ending), answer_room(max_length))
-        cut = len(prompt) > room
-        prompt, kept = shorten(prompt, batch["question"][i], room, tokenizer)
-        ids = prompt + ending
-        in_context = firsts[i] in batch["context"][i]
-        rows.append(
-            {
-                "input_ids": ids,
-                "attention_mask": [1] * len(ids),
-                "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
-                "length": len(ids),
-                "prompt_length": len(prompt),
-                "cut": cut,
-                # Both texts are decoded, because some tokenizers change a text
-                "answer_cut": cut and in_context and decode(answer, tokenizer) not in decode(kept, tokenizer),
-            }
-        )
+    for values in zip(*batch.values(), strict=True):
+        example = dict(zip(batch, values, strict=True))
+        try:
+            encoded = task.encode(example, tokenizer, max_length, labels)
+        except RowError as error:
+            encoded = [token_row([], [], 0, unusable=str(error))]
+        rows += [example | row for row in encoded]
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def tokenise_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of texts, without control tokens: the text `</s>` never becomes the EOS token."""
-    rows: list[list[int]] = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    # The vocabulary of some tokenizers (Unigram, WordLevel) contains the text of a control token. Spell it out there
-    control = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-    for row in rows:
-        for token in control.intersection(row):
-            characters: Any = tokenizer.convert_tokens_to_ids(list(str(tokenizer.convert_ids_to_tokens(token))))
-            row[:] = [each for known in row for each in (characters if known == token else [known])]
-    return rows
-
-
-def decode(tokens: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of tokens, without control tokens such as EOS and padding."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
-
-
-def tokenise_answers(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of answers as they follow a prompt, without EOS."""
-    return tokenise_continuations([f" {answer.strip()}" for answer in answers], tokenizer)
-
-
-def tokenise_continuations(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of texts as they follow another text.
-
-    The rules of some tokenizers, such as Llama-2's, put a blank before a text. Each of these texts already begins with
-    one, so the first token of a text that is tokenised by itself would be a lone blank.
-    """
-    (before, *rows) = tokenise_texts([ANCHOR, *(ANCHOR + text for text in texts)], tokenizer)
-    alone = tokenise_texts(texts, tokenizer)  # for tokenizers that join the anchor with the text
-    return [row[len(before) :] if row[: len(before)] == before else own for row, own in zip(rows, alone, strict=True)]
-
-
-def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the control tokens that the tokenizer puts before each text, such as Llama's ``<s>``."""
-    example = tokenizer("a", return_special_tokens_mask=True)
-    return example["input_ids"][: example["special_tokens_mask"].index(0)]
-
-
-def answer_room(max_length: int) -> int:
-    """Return the number of tokens reserved for an answer after each prompt of the training."""
-    return min(MAX_ANSWER_TOKENS, max_length // 4)
 
 
 def answer_limit(questions: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
     """Return the number of tokens that a generated answer may have: the longest reference answer and EOS fit.
 
-    It is at least `answer_room`, and leaves enough of `max_length` for the longest question.
+    It is at least `answer_room`, and leaves enough of `max_length` for what a prompt needs, such as its question.
     """
     answers = (tokens for texts in questions["answers"] for tokens in tokenise_answers(texts, tokenizer))
     longest_answer = max(map(len, answers)) + 1
-    longest_question = max(sum(map(len, frame_context(question, tokenizer))) for question in questions["question"])
-    return max(answer_room(max_length), min(longest_answer, max_length - longest_question))
-
-
-def frame_context(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens of a prompt before its context, and those after it."""
-    (before,) = tokenise_texts([BEFORE_CONTEXT.format(question=question)], tokenizer)
-    return leading_tokens(tokenizer) + before, tokenise_continuations([AFTER_CONTEXT], tokenizer)[0]
-
-
-def shorten(
-    prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]]:
-    """Cut off the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
-
-    Return the prompt, and the tokens of the context that it keeps (none if the whole prompt fits). Raise WorkshopError
-    (exit code 2) if the question does not fit even without context.
-    """
-    if len(prompt) <= limit:
-        return prompt, []
-    before, after = frame_context(question, tokenizer)
-    room = limit - len(after)
-    if len(before) > room:
-        raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
-    kept = prompt[:room]
-    # The cut may split a character that has several tokens
-    while str(tokenizer.decode(kept)).endswith("\N{REPLACEMENT CHARACTER}"):
-        kept.pop()
-    return kept + after, kept[len(before) :]
+    task = task_of(questions.column_names)
+    needed = max(task.least_prompt(example, tokenizer, max_length) for example in questions)
+    return max(answer_room(max_length), min(longest_answer, max_length - needed))
 
 
 class OneRow:

@@ -37,6 +37,7 @@ from models.lora import ADAPTERS, merged_model, save_adapters
 from shared.errors import WorkshopError
 from shared.hub import check_files, check_relative_path, loading_errors, offline_without_network
 from shared.paths import ADAPTER_CONFIG, ADAPTER_FOLDER
+from tasks import task_of
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
 BLOOM_SIZES = {
@@ -97,7 +98,7 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
     The result is the same on every rank.
     """
     questions = read_local(data_args) if is_local(data_args.dataset) else read_part("train", data_args)
-    texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
+    texts = dict.fromkeys(text for row in questions for text in task_of(list(row)).texts(row))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

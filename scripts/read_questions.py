@@ -1,12 +1,6 @@
-"""Read questions from a file: SQuAD, or a table as CSV, TSV, JSON Lines or a JSON list of objects.
+"""Read examples from a file: SQuAD, a table as CSV, TSV, JSON Lines or a JSON list of objects, or a plain text.
 
-Each row of a table has a passage, a question about it, and an answer that is a part of the passage:
-
-    context,question,answer
-    "The mill is old. It was built in 1821.",When was the mill built?,in 1821
-
-For several answers, write a JSON list into the cell, name several columns, or repeat the row with another answer. An
-answer `[]`, or `true` in a column is_impossible, means that the passage does not answer the question.
+The folder tasks/ has the kinds of rows, such as a passage with a question and its answer, or a conversation.
 
 Each row is used, is empty, or cannot be used for a reason. The reasons are listed, and no row is lost without one.
 """
@@ -19,37 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import HALF_CHARACTER, WorkshopError, did_you_mean
+from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
+from tasks import choose_task, kinds, task_of
+from tasks.passage import IMPOSSIBLE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
+from tasks.task import IDS, Columns, RowError, Task
+from tasks.text import TEXT
 
-# The reference answer if the passage does not answer the question (SQuAD v2.0)
-UNANSWERABLE = "no answer"
 HELD_OUT_EVERY = 5
 READABLE = "check the path and its permissions"
-# Usual names of the columns, the most usual first
-USUAL_NAMES = {
-    "context": ("context", "passage", "paragraph", "text", "document", "article", "source"),
-    "question": ("question", "query", "prompt", "instruction", "input"),
-    "answer": ("answers", "answer", "response", "label", "output", "target", "completion"),
-}
-IDS = ("id", "qid", "question_id")
 SHOWN = 10  # rows at most, in a list of rows that cannot be used
-FORMATS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
-IMPOSSIBLE = "is_impossible"
-TRUTH = {"true": True, "1": True, "false": False, "0": False, "": None}  # cells of a column is_impossible
-
-
-class Columns(NamedTuple):
-    context: str
-    question: str
-    answers: list[str]
-
-
-SQUAD = Columns("context", "question", ["answers"])
-
-
-class RowError(Exception):
-    """The reason why a row cannot be used."""
+TEXTS = (".txt", ".md")
+FORMATS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", *TEXTS)
 
 
 class Row(NamedTuple):
@@ -63,30 +38,41 @@ class Row(NamedTuple):
     cells: Any
 
 
-def read_questions(path: str, part: str = "all", columns: str | None = None, skip: bool = False) -> Iterator[dict]:
-    """Yield the questions of one part of a file, see `choose_part`. For the other arguments, see `read_file`."""
-    yield from choose_part(read_file(path, columns, skip)[0], part)
+class Reading(NamedTuple):
+    """What a file has. examples: checked. notes: lines for the log. left_out: the rows that cannot be used, and why."""
+
+    examples: list[dict]
+    notes: list[str]
+    left_out: list[str]
 
 
-def choose_part(questions: list[dict], part: str) -> Iterator[dict]:
-    """Yield the questions of one part: all, train, or held out (every fifth passage)."""
-    passages: dict[str, int] = {}  # numbers of the distinct passages; one passage can be in several rows
-    for question in questions:
-        number = passages.setdefault(question["context"], len(passages))
+def read_questions(
+    path: str, part: str = "all", columns: str | None = None, skip: bool = False, free: bool = False
+) -> Iterator[dict]:
+    """Yield the examples of one part of a file, see `choose_part`. For the other arguments, see `read_file`."""
+    yield from choose_part(read_file(path, columns, skip, free).examples, part)
+
+
+def choose_part(examples: list[dict], part: str) -> Iterator[dict]:
+    """Yield the examples of one part: all, train, or held out (every fifth unit, such as a passage)."""
+    task = task_of(list(examples[0]))
+    units: dict[str, int] = {}  # numbers of the distinct units; one passage can be in several rows
+    for example in examples:
+        number = units.setdefault(task.unit_of(example), len(units))
         held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         if part == "all" or held_out == (part == "held out"):
-            yield question
+            yield example
 
 
-def read_file(path: str, columns: str | None = None, skip: bool = False) -> tuple[list[dict], list[str], list[str]]:
-    """Return all questions of a file (id, question, context, answers), checked, lines for the log, and unusable rows.
+def read_file(path: str, columns: str | None = None, skip: bool = False, free: bool = False) -> Reading:
+    """Return the checked examples of a file.
 
-    columns: names of the columns for context, question and answers, separated by commas, if a table has other names
-    than usual. skip: leave out the rows that cannot be used. Otherwise they raise WorkshopError (exit code 2), which
-    lists them with place and reason.
+    columns: names of columns, see `choose_task`, if a table has other names than usual. skip: leave out the rows that
+    cannot be used. Otherwise they raise WorkshopError (exit code 2), which lists them with place and reason. free: an
+    answer need not be a part of its passage.
     """
-    chosen, rows = read_rows(path, columns)
-    found: dict[tuple, dict] = {}
+    task, chosen, names, rows = read_rows(path, columns, free)
+    found: dict[Any, dict] = {}
     unusable: list[str] = []
     used = empty = 0
     for row in rows:
@@ -94,33 +80,35 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> tupl
             empty += 1
             continue
         try:
-            question = check_row(row, chosen)
-            # In a table a repeated question has another answer. SQuAD lists all answers with the question
-            key = (question["context"], question["question"], row.place if chosen is SQUAD else "")
-            merge_answers(found.setdefault(key, question)["answers"], question["answers"])
+            example = check_row(row, task, chosen)
+            key = row.place if chosen.squad or not task.key else task.key(example)
+            merge_answers(found.setdefault(key, example)["answers"], example["answers"])
         except RowError as error:
             unusable.append(f"{row.place}: {error}")
         else:
             used += 1
     assert used + len(unusable) + empty == len(rows), "each row is used, empty, or listed"
+    kind = "questions" if chosen.squad else "rows"
     if unusable and not skip:
-        kind = "questions" if chosen is SQUAD else "rows"
         what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
         raise WorkshopError(path, what, "correct them, or leave them out with BAD_ROWS=skip")
     if not found:
-        what = f"has no questions that can be used: {shorten_list(unusable)}" if unusable else "has no questions"
-        raise WorkshopError(path, what, "give a table with context, question and answer in each row")
+        what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
+        raise WorkshopError(path, what, f"give rows of one kind: {kinds()}")
     notes = []
-    if chosen is SQUAD and columns:
+    if chosen.squad and columns:
         notes.append(f"TABLE_COLUMNS has no effect on {path}, which is a SQuAD file")
-    if chosen is not SQUAD:
-        notes.append(f"columns of {path}: {chosen.context}, {chosen.question}, {' + '.join(chosen.answers)}")
+    if not chosen.squad:
+        read = [chosen.first, chosen.second, " + ".join(chosen.others)]
+        unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
+        more = f"; not used: {', '.join(unread)}" if unread else ""
+        notes.append(f"columns of {path}: {', '.join(filter(None, read))} (kind: {task.name}){more}")
     if unusable or empty:
         purpose = f" for {len(found)} question(s)" if used > len(found) else ""
         notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
     if unusable:
         notes.append(f"left out: {shorten_list(unusable)}")
-    return list(found.values()), notes, unusable
+    return Reading([*found.values()], notes, unusable)
 
 
 def merge_answers(answers: list[str], others: list[str]) -> None:
@@ -138,12 +126,14 @@ def shorten_list(entries: list[str]) -> str:
 # 1. Formats
 
 
-def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
-    """Return the columns and all rows of a file."""
+def read_rows(path: str, columns: str | None, free: bool) -> tuple[Task, Columns, list[str], list[Row]]:
+    """Return the kind of a file, the columns to read, the names of all columns, and all rows."""
     kind = Path(path).suffix.lower()
     text = decode(path, read_bytes(path, READABLE))
+    if kind in TEXTS:
+        return TEXT, Columns("text"), ["text"], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):
-        return read_delimited(path, text, columns)
+        return read_delimited(path, text, columns, free)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
         lines = re.split(r"\r\n?|\n", text)  # splitlines would also split inside texts, at U+2028
         rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
@@ -151,10 +141,11 @@ def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
         content: Any = parse_json(path, text, "is the file complete?")
         listed = content if isinstance(content, list) else require(path, "", content, "data", list)
         if any(isinstance(each, dict) and "paragraphs" in each for each in listed) or not listed:
-            return SQUAD, list(read_squad(path, listed))
+            return PASSAGE, SQUAD._replace(free=free), [], list(read_squad(path, listed))
         rows = [Row(f"row {number}", cells) for number, cells in enumerate(listed, 1)]
-    names = list(dict.fromkeys(name for row in rows if isinstance(row.cells, dict) for name in row.cells))
-    return choose_columns(path, names, columns), rows
+    objects = [row.cells for row in rows if isinstance(row.cells, dict)]
+    names = list(dict.fromkeys(name for cells in objects for name in cells))
+    return *choose_task(path, names, columns, free, next(iter(objects), {})), names, rows
 
 
 def read_squad(path: str, articles: list) -> Iterator[Row]:
@@ -185,12 +176,13 @@ def parse_line(line: str) -> Any:
         return RowError(f"is not JSON ({error})")
 
 
-def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, list[Row]]:
+def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tuple[Task, Columns, list[str], list[Row]]:
     """Read a CSV or TSV file. Row 1 has the names of the columns.
 
     A cell between quotes can contain line ends. So a cell whose quote is not closed swallows the following rows, until
     another quote. If each line of a row is a usable row by itself, the row is such a cell: it is listed, and reading
-    continues with the line after its first one.
+    continues with the line after its first one. Only an answer that is a part of its passage shows that a line is a
+    usable row.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # Programs for the Macintosh end a row with a carriage return, and may have line feeds in cells
@@ -202,7 +194,7 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
         delimiter = lines[0][4]
         first = 1
     names: list[str] = []
-    chosen = SQUAD
+    task, chosen = PASSAGE, SQUAD
     rows = []
     number = 0
     while first < len(lines):
@@ -210,13 +202,14 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
         cells, count = next_row(lines, first, delimiter)
         if not names and isinstance(cells, list) and any(cells):
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
-            chosen = choose_columns(path, names, columns)
+            task, chosen = choose_task(path, names, columns, free, {})
         elif names:
-            if count > 1 and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
+            guarded = count > 1 and task is PASSAGE and not free
+            if guarded and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
                 cells, count = RowError("a quote at the beginning of a cell is not closed"), 1
             rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
-    return chosen, rows
+    return task, chosen, names, rows
 
 
 def next_row(lines: list[str], first: int, delimiter: str) -> tuple[list[str] | RowError, int]:
@@ -250,109 +243,20 @@ def is_row(line: str, names: list[str], delimiter: str, chosen: Columns) -> bool
     for text in [line, *(line[:mark] + line[mark + 1 :] for mark in unpaired)]:
         with contextlib.suppress(RowError):
             cells = next_row([text], 0, delimiter)[0]
-            return bool(check_row(Row("", name_cells(cells, names, delimiter)), chosen))
+            return bool(check_row(Row("", name_cells(cells, names, delimiter)), PASSAGE, chosen))
     return False
-
-
-def choose_columns(path: str, names: list[str], given: str | None) -> Columns:
-    """Return the columns to use: the given ones, or else those with usual names.
-
-    Raise WorkshopError (exit code 2) if a column is missing, or if two columns have the same name.
-    """
-    repeated = [name for name in names if name and names.count(name) > 1]
-    if repeated:
-        raise WorkshopError(path, f"two columns have the name {repeated[0]}", "give one of them another name")
-    if given:
-        wanted = [name.strip() for name in given.split(",")]
-        for name in wanted:
-            if name not in names:
-                remedy = did_you_mean(name, names, f"its columns are {', '.join(names)}")
-                raise WorkshopError("TABLE_COLUMNS", f"{path} has no column {name!r}", remedy)
-        if len(wanted) < 3:
-            what = f"{given!r} names {len(wanted)} columns"
-            raise WorkshopError("TABLE_COLUMNS", what, "name those of context, question and answer, in this order")
-        return Columns(wanted[0], wanted[1], wanted[2:])
-    usual = {kind: [n for word in words for n in names if n.lower() == word] for kind, words in USUAL_NAMES.items()}
-    unknown = [kind for kind, found in usual.items() if not found]
-    if unknown:
-        what = f"none of its columns ({', '.join(names)}) has a usual name for the {' and the '.join(unknown)}"
-        raise WorkshopError(path, what, "name them, for example TABLE_COLUMNS=passage,query,reply")
-    return Columns(usual["context"][0], usual["question"][0], usual["answer"][:1])
 
 
 # 2. Rows
 
 
-def check_row(row: Row, chosen: Columns) -> dict:
-    """Return the question of a row. Raise RowError with the reason if it cannot be used."""
-    cells = row.cells
-    if isinstance(cells, RowError):
-        raise cells
-    if not isinstance(cells, dict):
+def check_row(row: Row, task: Task, chosen: Columns) -> dict:
+    """Return the example of a row. Raise RowError with the reason if it cannot be used."""
+    if isinstance(row.cells, RowError):
+        raise row.cells
+    if not isinstance(row.cells, dict):
         raise RowError("is not an object with columns")
-    context = read_text(cells, chosen.context)
-    question = read_text(cells, chosen.question).strip()
-    in_columns = [read_answers(cells.get(column), context) for column in chosen.answers]
-    answers = [answer for column in in_columns for answer in column or []]
-    impossible = cells.get(IMPOSSIBLE)
-    if not isinstance(impossible, bool | None):
-        raise RowError(f"is_impossible is {impossible!r:.40}, expected true or false")
-    if impossible and answers:
-        raise RowError("is_impossible is true, but there is an answer")
-    says_so = impossible or (impossible is None and any(column == [] for column in in_columns))
-    if not answers and not says_so:
-        raise RowError("the answer is empty (if the passage does not answer the question, write [] or is_impossible)")
-    identifier = next((str(cells[name]) for name in IDS if cells.get(name)), row.place)
-    if half := HALF_CHARACTER.search("\n".join([identifier, question, context, *answers])):
+    example = task.read(row.cells, chosen, row.place)
+    if half := HALF_CHARACTER.search(json.dumps(example, ensure_ascii=False)):
         raise RowError(f"a text has {half[0]!a}, which is only a half of a character")
-    return {"id": identifier, "question": question, "context": context, "answers": answers or [UNANSWERABLE]}
-
-
-def read_text(cells: dict[str, Any], column: str) -> str:
-    value = cells.get(column)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise RowError(f"{column} is empty")
-    if not isinstance(value, str):
-        raise RowError(f"{column} is not a text: {value!r:.40}")
-    return value
-
-
-def read_answers(value: Any, context: str) -> list[str] | None:
-    """Return the answers in a cell, each of them a part of the context. None for an empty cell.
-
-    value: a text, a list, a list as JSON text, or a dict with lists, as datasets of the Hub have it.
-    """
-    if isinstance(value, str) and value.strip() == "[]":
-        return []  # even if the context contains these two characters
-    if isinstance(value, str) and value.strip() not in context and value.strip()[:1] in ("[", "{"):
-        parsed = parse_line(value)
-        value = value if isinstance(parsed, RowError) else parsed
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    if isinstance(value, dict):
-        texts = value.get("text")
-        if not isinstance(texts, list):
-            raise RowError(f"the answer is not a text: {value!r:.40}")
-        starts = value.get("answer_start") or [None] * len(texts)
-        if not isinstance(starts, list) or len(starts) != len(texts):
-            raise RowError(f"answer_start is {starts!r:.40}, expected a list with a number for each answer")
-        value = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-    return [read_answer(each, context) for each in (value if isinstance(value, list) else [value])]
-
-
-def read_answer(value: Any, context: str) -> str:
-    """Return the text of an answer. value: a text, a whole number, or SQuAD's dict with text and answer_start."""
-    text, start = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (value, None)
-    if isinstance(text, int) and not isinstance(text, bool):
-        text = str(text)
-    if not isinstance(text, str) or not text.strip():
-        raise RowError(f"an answer is not a text: {text!r:.40}")
-    if start is None:
-        text = text.strip()
-        if text not in context:
-            other = context.lower().find(text.lower())
-            near = f", only {context[other : other + len(text)]!r:.60}" if other >= 0 else ""
-            raise RowError(f"the passage does not contain the answer {text!r:.60}{near}")
-    elif not isinstance(start, int) or start < 0 or not context.startswith(text, start):
-        raise RowError(f"the answer {text!r:.40} is not at answer_start {start!r:.40}, which counts characters from 0")
-    return text
+    return example

@@ -57,6 +57,9 @@ def build_parser(description: str, extra: type | None = None) -> Parser:
     resume.nargs = "?"
     resume.const = LATEST
     resume.help = "Resume from this run folder or checkpoint; without a value, from the latest complete checkpoint."
+    # HfArgumentParser adds these forms only to a flag whose default is True or False
+    parser.add_argument("--no_em_f1", "--no-em-f1", dest="em_f1", action="store_false", default=None)
+    actions["em_f1"].nargs, actions["em_f1"].const = "?", True
     for knob in KNOBS:
         actions[knob.flag].help = f"{actions[knob.flag].help} Variable {knob.variable}."
     return parser

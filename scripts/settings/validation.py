@@ -94,12 +94,6 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "add --fsdp",
         ),
         (
-            settings.data.show and not settings.data.em_f1,
-            "show",
-            "has no effect without EM and F1",
-            "leave it out, or set EM_F1=True",
-        ),
-        (
             chunked and trainer.label_smoothing_factor,
             "label_smoothing_factor",
             "needs the logits, which --loss chunked does not compute",

@@ -357,7 +357,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 def label_mode(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
     """Return the label mode, read from the labels: it decides which tokens count in the loss."""
-    if dataset[0]["labels"][0] == IGNORED:  # the first token belongs to the prompt
+    if IGNORED in dataset[0]["labels"]:  # the tokens of a prompt
         return "answer"
     return "sequence" if collator.label_pad_token_id == IGNORED else "all"
 

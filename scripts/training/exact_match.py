@@ -12,9 +12,12 @@ from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from data_loader import answer_limit, decode, shorten, tokenise_answers
+from data_loader import answer_limit
 from distributed import watchdog
 from distributed.collectives import gather_lists, print_once, rank, world_size
+from tasks import task_of
+from tasks.passage import tokenise_answers
+from tasks.task import decode
 
 # Reasons why the scores of a question are not fair
 CHANGED = "the right answer cannot score 100, because the tokenizer or --max_length changes it"
@@ -126,13 +129,13 @@ def answer_questions(
     own_group = rank() // generation.tensor_parallel
     numbers = [*by_length, *by_length[-1:] * (-len(questions) % groups)][own_group::groups]
     answers: dict[int, str] = {}
+    task = task_of(questions.column_names)
     model.eval()
     for start in range(0, len(numbers), generation.batch_size):
         watchdog.progress(f"EM and F1, question {start} of {len(numbers)}")
         batch = numbers[start : start + generation.batch_size]
-        rows = questions.select(batch)
-        columns = zip(rows["input_ids"], rows["prompt_length"], rows["question"], strict=True)
-        prompts = [shorten(ids[:n], text, generation.max_length - limit, tokenizer)[0] for ids, n, text in columns]
+        room = generation.max_length - limit
+        prompts = [task.prompt(row, room, tokenizer) for row in questions.select(batch)]
         padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(generation.device)
         with torch.no_grad(), root_gathered(model):
             generated = model.generate(

@@ -65,7 +65,7 @@ def check_trainable(
         check_wrap_classes(settings.fsdp_config, settings.trainer.fsdp_config, meta_model)
     if settings.model.tensor_parallel > 1:
         check_tensor_parallel_model(meta_model, settings.model.tensor_parallel)
-    if settings.data.em_f1:
+    if settings.data.em_f1 is not False:  # None: the kind of data decides
         load_metric()  # if torchmetrics is missing, the run ends now and not after the training
     if args.torch_compile:
         check_torch_compile(args)

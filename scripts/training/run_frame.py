@@ -28,6 +28,7 @@ from settings.settings import Settings
 from settings.trainer_flags import training_arguments
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
+from tasks import task_of
 from training.checkpoints import (
     check_contents,
     check_same_training,
@@ -85,7 +86,14 @@ class Run:
         """
         self.questions = {"train": train_dataset, "eval": eval_dataset}
         # The values may have been "all"
-        data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
+        task = task_of(train_dataset.column_names)
+        data = replace(
+            self.settings.data,
+            train_size=len(train_dataset),
+            eval_size=len(eval_dataset),
+            labels=self.settings.data.labels or task.labels,
+            em_f1=task.em_f1 if self.settings.data.em_f1 is None else self.settings.data.em_f1,
+        )
         self.settings = replace(self.settings, data=data)
         self.identity = training_identity(
             self.job_id, self.settings, self.strategy.name, self.args.world_size, train_dataset

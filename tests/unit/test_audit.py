@@ -48,7 +48,7 @@ def plain_trainer() -> SimpleNamespace:
 @pytest.fixture
 def settings():
     words = "--fp16 False --train_size 64 --eval_size 32 --gradient_accumulation_steps 2 --save_strategy no"
-    return parse_command_line("", words.split())
+    return parse_command_line("", ["--labels", "sequence", *words.split()])
 
 
 def run_audit(trainer, settings) -> RunRecord:

@@ -148,7 +148,7 @@ TWO_RANKS = ("--per_device_train_batch_size", "2")  # gives two ranks the defaul
 
 
 def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
-    settings = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
+    settings = parse_command_line("", ["--model_name", "tiny-bloom", "--labels", "sequence", *argv], environment={})
     return settings, training_identity("7", settings, strategy, ranks, Dataset.from_dict(tokens))
 
 

@@ -31,7 +31,7 @@ PRECEDENCE = {
     "samples_per_gpu": ("SAMPLES_PER_GPU", None, ("7", 7), ("8", 8)),
     "fp16": ("FP16", True, ("False", False), ("True", True)),
     "num_train_epochs": ("NUM_EPOCHS", 3, ("7", 7), ("0.5", 0.5)),
-    "em_f1": ("EM_F1", True, ("no", False), ("yes", True)),
+    "em_f1": ("EM_F1", None, ("no", False), ("yes", True)),
 }
 
 
@@ -145,7 +145,6 @@ MISTAKES = {
     "--precision bf16": "--precision: unknown flag; use --fp16, --bf16, or --fp16 False for fp32",
     # malformed
     "--show -1": "--show: -1 is out of range; give a number of at least 0",
-    "--show 3 --no_em_f1": "--show: has no effect without EM and F1; leave it out, or set EM_F1=True",
     "--train_size x": "--train_size: invalid value: 'x', expected a whole number or all; see --help",
     "--train_size": "--train_size: expected one argument",
     "--padding maximum": "--padding: invalid choice: 'maximum' (choose from 'max_length', 'longest', 'none')",

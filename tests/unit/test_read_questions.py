@@ -79,7 +79,7 @@ def test_columns_with_other_names(written):
     path = written("t.csv", f"text,q,a1,a2,is_impossible\n{CONTEXT},How many?,eight,GPUs,\n{CONTEXT},Who?,,,TRUE\n")
     questions, notes, _ = read_file(path, "text, q, a1, a2")
     assert [row["answers"] for row in questions] == [["eight", "GPUs"], [UNANSWERABLE]]
-    assert notes == ["columns of t.csv: text, q, a1 + a2"]
+    assert notes == ["columns of t.csv: text, q, a1 + a2 (kind: passage)"]
 
 
 # Rows that cannot be used
@@ -273,20 +273,14 @@ REFUSED = {
         "t.csv",
         NAMES,
         None,
-        "t.csv: has no questions; give a table with context, question and answer in each",
+        "t.csv: has no rows; give rows of one kind: chat (messages, or question, answer",
     ),
-    "nothing": ("t.csv", "", None, "t.csv: has no questions; give a table with context, question and"),
+    "nothing": ("t.csv", "", None, "t.csv: has no questions; give rows of one kind: "),
     "a mistyped column": (
         "t.jsonl",
         lines(ROW),
         "context,question,anser",
         "TABLE_COLUMNS: t.jsonl has no column 'anser'; did you mean answer?",
-    ),
-    "too few columns": (
-        "t.jsonl",
-        lines(ROW),
-        "context,answer",
-        "TABLE_COLUMNS: 'context,answer' names 2 columns; name",
     ),
     "two columns of one name": (
         "t.csv",
@@ -298,7 +292,7 @@ REFUSED = {
         "t.csv",
         "a,b\n1,2\n",
         None,
-        "t.csv: none of its columns (a, b) has a usual name for the context",
+        "t.csv: its columns (a, b) are those of no kind of data: chat (messages",
     ),
     "unquoted commas": (
         "t.csv",

@@ -8,9 +8,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from config import IGNORED, DataArguments, ModelArguments
-from data_loader import answer_room, collator, decode, tokenise_batch, tokenizer_key
+from data_loader import answer_room, collator, tokenise_batch, tokenizer_key
 from helpers import REPOSITORY
 from model import load_tokenizer
+from tasks.task import decode
 
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"
 CONTEXT = "Nodes talk over a fast network. Each node holds eight devices. " * 12
