@@ -28,7 +28,7 @@ from settings.settings import Settings
 from settings.trainer_flags import training_arguments
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
-from tasks import task_of
+from tasks import TRAINED_ON, task_of
 from training.checkpoints import (
     check_contents,
     check_same_training,
@@ -160,6 +160,7 @@ class Run:
 
     def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that the model can be saved, prepare accelerate for sharding, and start to count energy. Collective."""
+        setattr(model.config, TRAINED_ON, task_of(self.questions["train"].column_names).name)
         check_saving(model, tokenizer)
         self.tokenizer = tokenizer
         if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
