@@ -107,8 +107,16 @@ def test_each_linear_layer_of_the_blocks_gets_adapters_and_the_rest_is_frozen(na
 
 
 # What PEFT 0.21.2 needs, apart from the names of the layers. alpha / r is the scale of 2
-FOR_PEFT = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "org/base", "bias": "none"}
-FOR_PEFT |= {"inference_mode": True, "r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0}
+FOR_PEFT = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "org/base",
+    "inference_mode": True,
+    "r": RANK,
+    "lora_alpha": 2 * RANK,
+    "lora_dropout": 0.0,
+    "bias": "none",
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
