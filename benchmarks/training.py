@@ -331,7 +331,7 @@ def make_parts(flags: list[str]) -> tuple:
     """Return the workshop's training questions, its tokenizer, and a function that makes its model."""
     from transformers import TrainingArguments
 
-    from data_loader import load_squad
+    from data_loader import load_data
     from model import load_model, load_tokenizer
     from settings.command_line import parse_command_line
     from settings.trainer_flags import trainer_flags
@@ -339,7 +339,7 @@ def make_parts(flags: list[str]) -> tuple:
     settings = parse_command_line("", flags)
     args = TrainingArguments(**trainer_flags(settings))
     tokenizer = load_tokenizer(settings.model, settings.data)
-    dataset, _ = load_squad(settings.data, tokenizer, args)
+    dataset = load_data(settings.data, tokenizer, args).train
     return dataset, tokenizer, lambda: load_model(settings.model, tokenizer, args.seed)
 
 

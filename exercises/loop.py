@@ -32,7 +32,7 @@ from transformers import TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_pt_utils import get_parameter_names
 
 from config import CUSTOM_SIZES, IGNORED
-from data_loader import collator, load_squad
+from data_loader import collator, load_data
 from distributed.collectives import print_once
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
@@ -76,7 +76,8 @@ def main() -> None:
     # 2. Data. The seed chooses the questions, so that all ranks have the same ones
     tokenizer = load_tokenizer(settings.model, settings.data)
     columns = ["input_ids", "attention_mask", "labels"]
-    train_set, eval_set = (part.select_columns(columns) for part in load_squad(settings.data, tokenizer, args))
+    data = load_data(settings.data, tokenizer, args)
+    train_set, eval_set = data.train.select_columns(columns), data.evaluation.select_columns(columns)
     collate = collator(tokenizer, settings.data)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, shuffle=True, collate_fn=collate)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, collate_fn=collate)

@@ -4,9 +4,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from datasets import Dataset, fingerprint, load_dataset
@@ -14,43 +15,69 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traini
 
 from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
-from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, choose_part, read_file, read_questions, shorten_list
+from read_questions import (
+    FORMATS,
+    HELD_OUT_EVERY,
+    Reading,
+    Row,
+    check_rows,
+    choose_part,
+    read_file,
+    shorten_list,
+)
 from shared.errors import WorkshopError
 from shared.files import check_readable
 from shared.hub import check_relative_path, file_system_errors, loading_errors, offline_without_network
-from shared.json_files import read_bytes
-from tasks import task_of
+from tasks import choose_task, task_of
 from tasks.passage import PROMPT, UNANSWERABLE, answer_room, tokenise_answers
-from tasks.task import RowError, token_row, tokenise_texts
+from tasks.task import RowError, Task, token_row, tokenise_texts
 
+SQUAD_COLUMNS = ["id", "question", "context", "answers"]  # of squad on the Hub
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py", "tasks/*.py")
 # The code that makes rows. It belongs to the keys of the caches, so that a change of the code has an effect
 CODE = b"".join(path.read_bytes() for name in ROW_MAKERS for path in sorted(Path(__file__).parent.glob(name)))
-LEFT_OUT: dict[str, list[str]] = {}  # file -> place and reason of each row that BAD_ROWS=skip has left out
 
 
-def load_squad(
-    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments
-) -> tuple[Dataset, Dataset]:
+class Data(NamedTuple):
+    """The rows of tokens of a training run.
+
+    train, evaluation: the columns are those of tasks/task.py::token_row and of the examples. left_out: the place and
+    reason of each row that BAD_ROWS=skip has left out.
+    """
+
+    train: Dataset
+    evaluation: Dataset
+    left_out: list[str]
+
+
+class Examples(NamedTuple):
+    """The examples of one part. pieces: the part of their pieces to use, for a text with too few documents."""
+
+    rows: Dataset
+    left_out: list[str]
+    pieces: str = "all"
+
+
+def load_data(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments) -> Data:
     """Return the tokenised training set and evaluation set.
 
-    The columns are those of `tokenise_batch`, and id, question, context, answers. The seed chooses the questions, so
-    every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is unusable or has fewer questions than
-    requested.
+    The seed chooses the rows, so every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is unusable
+    or has fewer rows than requested.
     """
     requested = data_args.train_size
     if data_args.samples_per_gpu:
         requested = data_args.samples_per_gpu * training_args.world_size
-    train = load_set("train", requested, data_args, tokenizer, training_args)
-    evaluation = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+    train, left_out = load_set("train", requested, data_args, tokenizer, training_args)
+    evaluation, others = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+    read_files.cache_clear()  # the training needs the memory
     if data_args.eval_dataset:
         task = task_of(train.column_names)
         trained = {task.unit_of(row) for row in train}
         if shared := sum(task.unit_of(row) in trained for row in evaluation):
             what = f"are about a {task.unit} of" if task.group else "are also in"
             print_once(f"{shared} of {len(evaluation)} evaluation {task.rows} {what} the training set")
-    return train, evaluation
+    return Data(train, evaluation, list(dict.fromkeys(left_out + others)))
 
 
 def load_set(
@@ -59,24 +86,60 @@ def load_set(
     data_args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
     training_args: TrainingArguments,
-) -> Dataset:
-    """Return the requested number of questions of one part (train or eval), tokenised. The parts are independent."""
+) -> tuple[Dataset, list[str]]:
+    """Return the requested number of rows of one part (train or eval), tokenised, and the rows that were left out.
+
+    The parts are independent.
+    """
     # One rank of each node reads, tokenises and writes the cache. The other ranks wait, and then read the cache.
     with training_args.main_process_first(local=True, desc="tokenise"):
-        questions = read_part(part, data_args)
+        examples = read_part(part, data_args)
         name = source(part, data_args)
-        size = resolve_size(part, requested, len(questions), name)
-        use = {"train": "training", "eval": "evaluation"}[part]
-        kind = task_of(questions.column_names).rows
-        print_once(f"{use} {kind}: {size} of {len(questions)} available in {name}")
+        task = task_of(examples.rows.column_names)
+        check_answers(task, name, data_args)
+        tokenizer.chat_template = tokenizer.chat_template or task.template
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         with file_system_errors():
-            rows = tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
+            rows = cut_into_pieces(examples, tokenizer, data_args) if task.pieces else examples.rows
+            size = resolve_size(part, requested, len(rows), name)
+            available = len(rows)
+            rows = rows.shuffle(seed=seed).select(range(size))
+            if not task.pieces:
+                rows = tokenise(rows, tokenizer, data_args)
+        rows, unusable = remove_unusable(rows, name, data_args)
+    use = {"train": "training", "eval": "evaluation"}[part]
+    print_once(f"{use} {task.rows}: {len(rows)} of {available} available in {name}")
     if cut := sum(rows["cut"][:]):
-        print_once(
-            f"{cut} of {size} {use} {kind} were cut to --max_length; {sum(rows['answer_cut'])} lost their answer"
-        )
-    return rows
+        lost = sum(rows["answer_cut"])
+        print_once(f"{cut} of {len(rows)} {use} {task.rows} were cut to --max_length; {lost} lost their answer")
+    return rows, examples.left_out + unusable
+
+
+def check_answers(task: Task, name: str, data_args: DataArguments) -> None:
+    """Raise WorkshopError (exit code 2) for knobs of answers if the data has none."""
+    given = {"LABELS": data_args.labels == "answer", "EM_F1": data_args.em_f1, "SHOW": data_args.show}
+    for variable, value in given.items():
+        if value and not task.answers:
+            raise WorkshopError(variable, f"needs answers, but {name} is a {task.name}, which has none", "leave it out")
+
+
+def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple[Dataset, list[str]]:
+    """Return the rows of tokens without those of examples that have none, and the place and reason of each of these."""
+    places = [i for i, reason in enumerate(rows["unusable"]) if reason]
+    if not places:
+        return rows, []
+    unusable = [f"{row['id']}: {row['unusable']}" for row in rows.select(places)]
+    if data_args.bad_rows != "skip" or len(places) == len(rows):
+        what = f"{len(places)} of {len(rows)} rows cannot be used: {shorten_list(unusable)}"
+        raise WorkshopError(name, what, "correct them, or leave them out with BAD_ROWS=skip")
+    print_once(f"left out: {shorten_list(unusable)}")
+    return rows.select(sorted({*range(len(rows))} - {*places})), [f"{name}: {row}" for row in unusable]
+
+
+def cut_into_pieces(examples: Examples, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
+    """Return the pieces of documents, as rows of tokens."""
+    rows = tokenise(examples.rows, tokenizer, data_args)
+    return rows.select(choose_part(range(len(rows)), examples.pieces))
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
@@ -100,81 +163,120 @@ def source(part: str, data_args: DataArguments) -> str:
     return data_args.eval_dataset if part == "eval" and data_args.eval_dataset else data_args.dataset
 
 
-def read_part(part: str, data_args: DataArguments) -> Dataset:
-    """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
+def read_part(part: str, data_args: DataArguments) -> Examples:
+    """Return all examples of a part (train or eval). Rows are held out if there are none for the evaluation."""
     if part == "eval" and data_args.eval_dataset:
         return load_from_file(data_args.eval_dataset, "all", data_args)
-    if not is_local(data_args.dataset):
-        if data_args.table_columns:
-            what = f"has no effect on {data_args.dataset}, which is a dataset of the Hub"
-            raise WorkshopError("TABLE_COLUMNS", what, "unset it")
-        return load_from_hub(data_args.dataset, part)
-    whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
-    return load_from_file(data_args.dataset, whole[part], data_args)
+    held_out = "held out" if part == "eval" else "all" if data_args.eval_dataset else "train"
+    load = load_from_file if is_local(data_args.dataset) else load_from_hub
+    return load(data_args.dataset, held_out, data_args)
+
+
+def find_files(dataset: str) -> list[str]:
+    """Return the local files of a dataset, none if it is a name on the Hub.
+
+    The name of a folder could be a name on the Hub, so its path must begin with `/`, `.` or `~`, or end with `/`. Raise
+    WorkshopError (exit code 2) for the path of a missing file.
+    """
+    path = os.path.expanduser(dataset)
+    if os.path.isfile(path):
+        return [dataset]
+    if "," in dataset:
+        return sorted(file for name in dataset.split(",") for file in find_files(name.strip()) or [name.strip()])
+    check_relative_path("--dataset", dataset)
+    check_readable(path)
+    marked = dataset.startswith((".", "/", "~")) or dataset.endswith("/")
+    if marked and os.path.isdir(path):
+        files = [os.path.join(dataset, name) for name in sorted(os.listdir(path)) if name.lower().endswith(FORMATS)]
+        if not files:
+            raise WorkshopError(
+                dataset, f"has no file with one of the endings {', '.join(FORMATS)}", "correct --dataset"
+            )
+        return files
+    if marked or dataset.endswith(FORMATS):
+        raise WorkshopError(dataset, "there is no such file", "correct --dataset")
+    return []
 
 
 def is_local(dataset: str) -> bool:
-    """Return whether the dataset is a local file, not a name on the Hub.
-
-    Raise WorkshopError (exit code 2) for the path of a missing file.
-    """
-    if os.path.isfile(os.path.expanduser(dataset)):
-        return True
-    check_relative_path("--dataset", dataset)
-    check_readable(os.path.expanduser(dataset))
-    if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
-        folder = os.path.isdir(os.path.expanduser(dataset))
-        raise WorkshopError(dataset, "is a folder" if folder else "there is no such file", "correct --dataset")
-    return False
+    return bool(find_files(dataset))
 
 
-def load_from_hub(name: str, part: str) -> Dataset:
+def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
     offline_without_network()
-    split = {"train": "train", "eval": "validation"}[part]
     with loading_errors("--dataset", name):
         # Without hf://, a folder of this name in the working directory would be read instead
-        questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
-            ["id", "question", "context", "answers"]
-        )
-    return questions.map(
-        lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
-    )
+        splits = load_dataset(f"hf://datasets/{name}")
+        validated = "validation" in splits
+        questions = splits["validation" if validated and part == "held out" else "train"]
+        names, first = questions.column_names, questions[0]
+        if validated and not data_args.table_columns and {*SQUAD_COLUMNS} <= {*names} and "text" in first["answers"]:
+            questions = questions.select_columns(SQUAD_COLUMNS).map(
+                lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
+            )
+            return Examples(questions, [])
+    columns, skip, free = reading_options(data_args)
+    rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
+    reading = check_rows(name, *choose_task(name, names, columns, free, first), names, rows, skip)
+    content = questions._fingerprint.encode()
+    return store(name, reading._replace(content=content), "all" if validated else part, data_args)
 
 
-def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
-    """Yield the questions of --dataset, which is a local file. part: all, train, or held out."""
-    return read_questions(data_args.dataset, part, *reading(data_args))
-
-
-def reading(data_args: DataArguments) -> tuple[str | None, bool, bool]:
+def reading_options(data_args: DataArguments) -> tuple[str | None, bool, bool]:
     """Return the arguments of `read_file` after the path."""
     return data_args.table_columns, data_args.bad_rows == "skip", data_args.answers == "free"
+
+
+def read_local(data_args: DataArguments) -> list[dict]:
+    """Return the examples of --dataset, which is a local file, or several."""
+    return read_files(data_args.dataset, *reading_options(data_args)).examples
+
+
+@lru_cache(maxsize=2)  # the tokenizer of tiny-bloom, the training set and the evaluation set are of the same files
+def read_files(dataset: str, columns: str | None, skip: bool, free: bool) -> Reading:
+    """Return what all files of a dataset have together. Raise WorkshopError (exit code 2) if their kinds differ."""
+    readings = {path: read_file(path, columns, skip, free) for path in find_files(dataset) or [dataset]}
+    found = {task_of(list(reading.examples[0])).name: path for path, reading in readings.items()}
+    if len(found) > 1:
+        what = ", ".join(f"{path} has the kind {kind}" for kind, path in found.items())
+        raise WorkshopError(dataset, what, "give files of one kind")
+    left_out = [f"{path}: {row}" for path, reading in readings.items() for row in reading.left_out]
+    examples, notes, _, contents = zip(*readings.values(), strict=True)
+    return Reading([*chain(*examples)], [*chain(*notes)], left_out, b"".join(contents))
 
 
 print_notes = cache(print_once)  # prints lines only once, although both parts of a file have them
 
 
-def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
-    """Return the questions of one part of a local file (read_questions.py).
+def load_from_file(dataset: str, part: str, data_args: DataArguments) -> Examples:
+    """Return the examples of one part of local files (read_questions.py)."""
+    return store(dataset, read_files(dataset, *reading_options(data_args)), part, data_args)
 
-    The cache key contains a hash of the file, so a changed file is read again.
+
+def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> Examples:
+    """Return the examples of one part in a cache that all ranks of a node share.
+
+    The cache key contains a hash of the files, so a changed file is read again.
     """
-    columns, skip, free = reading(data_args)
-    # Check all questions here, because here an error is one line
-    questions, notes, LEFT_OUT[path] = read_file(path, columns, skip, free)
-    if not any(choose_part(questions, part)):
-        task = task_of(list(questions[0]))
+    task = task_of(list(reading.examples[0]))
+    units = [task.unit_of(example) for example in reading.examples]
+    pieces = "all"
+    if task.pieces and len({*units}) < HELD_OUT_EVERY:
+        part, pieces = "all", part
+    chosen = choose_part(units, part)
+    if not chosen:
         remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} {task.unit}s"
-        raise WorkshopError(path, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
-    if notes:
-        print_notes("\n".join(notes))
-    arguments = {"path": path, "part": part, "columns": columns, "skip": skip, "free": free}
-    options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
-    key = read_bytes(path, READABLE) + (options + " free" * free).encode()
+        raise WorkshopError(name, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
+    print_notes("\n".join(reading.notes))
+    columns, skip, free = reading_options(data_args)
+    options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}" + " free" * free
+    key = reading.content + options.encode()
     with file_system_errors():
-        rows = Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=short_hash(key + CODE))
+        rows = Dataset.from_generator(
+            lambda: (reading.examples[number] for number in chosen), fingerprint=short_hash(key + CODE)
+        )
     rows._fingerprint = short_hash(key)  # see tokenise
-    return rows
+    return Examples(rows, reading.left_out, pieces)
 
 
 def short_hash(key: bytes) -> str:
@@ -187,7 +289,6 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: Da
     The result is cached. The cache key contains everything that the result depends on.
     """
     task = task_of(dataset.column_names)
-    tokenizer.chat_template = tokenizer.chat_template or task.template
     max_length, labels = data_args.max_length, data_args.labels or task.labels
     # Checkpoints of 2.0.0 contain a hash with version 6. It had other tokens with rules such as Llama-2's
     version = 6 if tokenise_answers(["a"], tokenizer) == tokenise_texts([" a"], tokenizer) else 7
@@ -199,13 +300,6 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: Da
         new_fingerprint=short_hash(key + CODE + str(tokenizer.chat_template).encode()),
         desc="Tokenising",
     )
-    unusable = [f"{row['id']}: {row['unusable']}" for row in rows.select_columns(["id", "unusable"]) if row["unusable"]]
-    if unusable and data_args.bad_rows != "skip":
-        what = f"{len(unusable)} of {len(dataset)} rows cannot be used: {shorten_list(unusable)}"
-        raise WorkshopError("--dataset", what, "correct them, or leave them out with BAD_ROWS=skip")
-    if unusable:
-        print_notes(f"left out: {shorten_list(unusable)}")
-        rows = rows.filter(lambda row: not row["unusable"])
     rows._fingerprint = short_hash(key)  # checkpoints of 2.0.0 contain this hash, which does not depend on the code
     return rows
 

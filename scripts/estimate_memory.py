@@ -19,16 +19,18 @@ from shared.before_imports import prepare_imports
 prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
 
 from config import ALL, HUB_SIZES
-from data_loader import is_local, read_local, resolve_size
+from data_loader import cut_into_pieces, is_local, read_part, resolve_size
 from distributed.collectives import ranks_per_gpu
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
 from estimate.compare import comparison, gpu_memory, verdict
 from estimate.memory import estimate_parts, move_to_cpu, parts_at_peak, sums_by_interval, totals
 from estimate.model_shape import describe_parameters, trace_shape
+from model import load_tokenizer
 from settings.settings import Settings
 from shared.errors import run_program
 from shared.units import GB, GIB
+from tasks import task_of
 
 CUDA_RESERVE = 2 * GIB  # node memory of CUDA and NCCL in each process; an allowance, not a measurement
 
@@ -107,8 +109,11 @@ def count_questions(settings: Settings) -> int | None:
     if data.samples_per_gpu:
         requested = data.samples_per_gpu * settings.estimate.gpus
     if is_local(data.dataset):
-        available = len(list(read_local(data, "all" if data.eval_dataset else "train")))
-        return resolve_size("train", requested, available, data.dataset)
+        examples = read_part("train", data)
+        rows = examples.rows
+        if task_of(rows.column_names).pieces:
+            rows = cut_into_pieces(examples, load_tokenizer(settings.model, data), data)
+        return resolve_size("train", requested, len(rows), data.dataset)
     if requested == ALL:
         return None
     return HUB_SIZES["train"] if requested is None else int(requested)

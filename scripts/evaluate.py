@@ -8,6 +8,7 @@ evaluate.py reads the same flags and variables as train.py, so the same seed and
 scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from shared.before_imports import prepare_imports
@@ -45,7 +46,8 @@ def main() -> None:
     args = training_arguments(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
     adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(settings.model, settings.data)
-    questions = load_set("eval", settings.data.eval_size, settings.data, tokenizer, args)
+    data_args = replace(settings.data, em_f1=True)
+    questions, _ = load_set("eval", settings.data.eval_size, data_args, tokenizer, args)
     check_references(tokenizer, questions, settings.data.max_length)
     watchdog.progress("loading the model")
     model: Any = load_model(settings.model, tokenizer, args.seed)
@@ -53,7 +55,7 @@ def main() -> None:
     model.to(args.device)
     generation = Generation(settings.data.em_f1_batch_size, settings.data.max_length, args.device)
     with torch.autocast(args.device.type, dtype=DTYPES[settings.precision], enabled=settings.precision != "fp32"):
-        exact_match_and_f1(model, tokenizer, questions, generation, settings.data.show)
+        exact_match_and_f1(model, tokenizer, questions, generation, data_args)
     leave_process_group()
 
 

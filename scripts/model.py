@@ -97,8 +97,9 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
 
     The result is the same on every rank.
     """
-    questions = read_local(data_args) if is_local(data_args.dataset) else read_part("train", data_args)
-    texts = dict.fromkeys(text for row in questions for text in task_of(list(row)).texts(row))
+    examples = read_local(data_args) if is_local(data_args.dataset) else read_part("train", data_args).rows
+    task = task_of(list(next(iter(examples))))
+    texts = dict.fromkeys(text for example in examples for text in task.texts(example))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

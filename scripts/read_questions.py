@@ -9,13 +9,13 @@ import contextlib
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
-from tasks import choose_task, kinds, task_of
+from tasks import choose_task, kinds
 from tasks.passage import IMPOSSIBLE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
 from tasks.task import IDS, Columns, RowError, Task
 from tasks.text import TEXT
@@ -39,39 +39,47 @@ class Row(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a file has. examples: checked. notes: lines for the log. left_out: the rows that cannot be used, and why."""
+    """What a file has.
+
+    examples: checked. notes: lines for the log. left_out: the rows that cannot be used, and why. content: the bytes.
+    """
 
     examples: list[dict]
     notes: list[str]
     left_out: list[str]
+    content: bytes = b""
 
 
-def read_questions(
-    path: str, part: str = "all", columns: str | None = None, skip: bool = False, free: bool = False
-) -> Iterator[dict]:
-    """Yield the examples of one part of a file, see `choose_part`. For the other arguments, see `read_file`."""
-    yield from choose_part(read_file(path, columns, skip, free).examples, part)
+def choose_part(units: Iterable, part: str) -> list[int]:
+    """Return the numbers of the examples of one part: all, train, or held out (every fifth unit, such as a passage).
 
-
-def choose_part(examples: list[dict], part: str) -> Iterator[dict]:
-    """Yield the examples of one part: all, train, or held out (every fifth unit, such as a passage)."""
-    task = task_of(list(examples[0]))
-    units: dict[str, int] = {}  # numbers of the distinct units; one passage can be in several rows
-    for example in examples:
-        number = units.setdefault(task.unit_of(example), len(units))
-        held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        if part == "all" or held_out == (part == "held out"):
-            yield example
+    units: the unit of each example. One passage can be in several rows.
+    """
+    numbers: dict[Any, int] = {}
+    places = [numbers.setdefault(unit, len(numbers)) for unit in units]
+    return [
+        i
+        for i, n in enumerate(places)
+        if part == "all" or (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (part == "held out")
+    ]
 
 
 def read_file(path: str, columns: str | None = None, skip: bool = False, free: bool = False) -> Reading:
-    """Return the checked examples of a file.
+    """Return the checked examples of a file. For the other arguments, see `check_rows` and `choose_task`."""
+    content = read_bytes(path, READABLE)
+    task, chosen, names, rows = read_rows(path, decode(path, content), columns, free)
+    reading = check_rows(path, task, chosen, names, rows, skip)
+    if chosen.squad and columns:
+        reading.notes.append(f"TABLE_COLUMNS has no effect on {path}, which is a SQuAD file")
+    return reading._replace(content=content)
 
-    columns: names of columns, see `choose_task`, if a table has other names than usual. skip: leave out the rows that
-    cannot be used. Otherwise they raise WorkshopError (exit code 2), which lists them with place and reason. free: an
-    answer need not be a part of its passage.
+
+def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: list[Row], skip: bool) -> Reading:
+    """Return the examples of all rows.
+
+    chosen: the columns to read, of the columns `names`. skip: leave out the rows that cannot be used. Otherwise they
+    raise WorkshopError (exit code 2), which lists them with place and reason.
     """
-    task, chosen, names, rows = read_rows(path, columns, free)
     found: dict[Any, dict] = {}
     unusable: list[str] = []
     used = empty = 0
@@ -95,14 +103,10 @@ def read_file(path: str, columns: str | None = None, skip: bool = False, free: b
     if not found:
         what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
         raise WorkshopError(path, what, f"give rows of one kind: {kinds()}")
-    notes = []
-    if chosen.squad and columns:
-        notes.append(f"TABLE_COLUMNS has no effect on {path}, which is a SQuAD file")
-    if not chosen.squad:
-        read = [chosen.first, chosen.second, " + ".join(chosen.others)]
-        unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
-        more = f"; not used: {', '.join(unread)}" if unread else ""
-        notes.append(f"columns of {path}: {', '.join(filter(None, read))} (kind: {task.name}){more}")
+    read = ", ".join(filter(None, [chosen.first, chosen.second, " + ".join(chosen.others)]))
+    unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
+    ignored = f"; not used: {', '.join(unread)}" if unread else ""
+    notes = [f"columns of {path}: {read} (kind: {task.name}){ignored}"]
     if unusable or empty:
         purpose = f" for {len(found)} question(s)" if used > len(found) else ""
         notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
@@ -126,10 +130,9 @@ def shorten_list(entries: list[str]) -> str:
 # 1. Formats
 
 
-def read_rows(path: str, columns: str | None, free: bool) -> tuple[Task, Columns, list[str], list[Row]]:
+def read_rows(path: str, text: str, columns: str | None, free: bool) -> tuple[Task, Columns, list[str], list[Row]]:
     """Return the kind of a file, the columns to read, the names of all columns, and all rows."""
     kind = Path(path).suffix.lower()
-    text = decode(path, read_bytes(path, READABLE))
     if kind in TEXTS:
         return TEXT, Columns("text"), ["text"], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):

@@ -27,7 +27,7 @@ prepare_imports()  # must come before the other imports, because PyTorch reads v
 from transformers import set_seed
 
 from config import has_random_weights
-from data_loader import collator, load_squad
+from data_loader import collator, load_data
 from distributed.collectives import print_once
 from distributed.process_group import run_and_exit
 from distributed.tensor_parallel import apply_tensor_parallel
@@ -52,9 +52,9 @@ def main() -> None:
     tokenizer = load_tokenizer(run.settings.model, run.settings.data)
     run.check_model(tokenizer)  # can this model be trained with these settings?
 
-    # 3. The data: questions about texts, and their answers, as rows of tokens.
-    train_dataset, eval_dataset = load_squad(run.settings.data, tokenizer, args)
-    run.check_data(train_dataset, eval_dataset, tokenizer)  # does the checkpoint fit, and is there room for new ones?
+    # 3. The data, such as questions about texts and their answers, as rows of tokens.
+    data = load_data(run.settings.data, tokenizer, args)
+    run.check_data(data, tokenizer)  # does the checkpoint fit, and is there room for new ones?
 
     with run.recorded():  # locks the output folder, and writes results/<job id>.json
         settings = run.settings  # settings.model, .data and .trainer hold the flags by their names
@@ -77,8 +77,8 @@ def main() -> None:
         trainer = WorkshopTrainer(
             model=model,
             args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
             data_collator=collator(tokenizer, settings.data),
         )
         add_callbacks(run, trainer)  # measurements, checkpoints, stops
@@ -97,7 +97,7 @@ def main() -> None:
                 save_model(trainer, tokenizer, run.output_dir, settings.model)
 
         # 8. The model answers the evaluation questions: Exact Match and F1.
-        if settings.data.em_f1:
+        if settings.data.em_f1 or settings.data.show:
             generation = Generation(
                 batch_size=settings.data.em_f1_batch_size,
                 max_length=settings.data.max_length,
@@ -107,8 +107,8 @@ def main() -> None:
             )
             # One autocast context for all answers casts each weight once, not once per token
             with run.record.pause("evaluation"), trainer.accelerator.autocast():
-                scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation, settings.data.show)
-            if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
+                scores = exact_match_and_f1(trainer.model, tokenizer, data.evaluation, generation, settings.data)
+            if scores.get("f1") == 0 and has_random_weights(settings.model.model_name, settings.model.from_scratch):
                 print_once("(a score of 0 is expected: this model started with random weights)")
             run.record.update(**scores)
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from config import DataArguments
 from data_loader import answer_limit
 from distributed import watchdog
 from distributed.collectives import gather_lists, print_once, rank, world_size
@@ -43,17 +44,24 @@ class Generation:
 
 
 def exact_match_and_f1(
-    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation, show: int = 0
+    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation, data_args: DataArguments
 ) -> dict[str, float]:
-    """Print and return both scores in percent, by the official SQuAD rules, over all `questions`. Collective.
+    """Print the first --show questions with their answers. Print and return Exact Match and F1 over all. Collective.
 
-    model: a model of transformers, which FSDP1 may have wrapped. show: number of questions to print with their answers.
+    The scores are in percent, by the official SQuAD rules. With --em_f1 False, there are none. model: a model of
+    transformers, which FSDP1 may have wrapped.
     """
+    show = min(data_args.show, len(questions))
+    if not data_args.em_f1:
+        questions = questions.select(range(show))
     limit = answer_limit(questions, tokenizer, generation.max_length)
     predictions = answer_questions(model, tokenizer, questions, generation, limit)
-    for i in range(min(show, len(questions))):
+    for i in range(show):
+        kind = task_of(questions.column_names).rows.removesuffix("s")
         right = " | ".join(questions[i]["answers"])
-        print_once(f"question: {questions[i]['question']}\n  right answer: {right}\n  model's answer: {predictions[i]}")
+        print_once(f"{kind}: {questions[i]['question']}\n  right answer: {right}\n  model's answer: {predictions[i]}")
+    if not data_args.em_f1:
+        return {}
     scores = score([predictions[i] for i in range(len(questions))], questions["answers"][:])
     print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
     return scores

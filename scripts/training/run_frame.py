@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from data_loader import LEFT_OUT
+from data_loader import Data
 from distributed import watchdog
 from distributed.collectives import broadcast_from_rank_0, print_once, rank, world_size
 from distributed.ds_config import check_contradictions, check_ds_config
@@ -69,6 +69,7 @@ class Run:
     meta_model: PreTrainedModel
     identity: dict = field(init=False)
     questions: dict[str, Dataset] = field(init=False)
+    left_out: list[str] = field(init=False)
     energy: EnergyMeter = field(init=False)
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     peak: float = field(init=False)
@@ -79,30 +80,31 @@ class Run:
         """Raise WorkshopError (exit code 2) if the model cannot be trained with these settings."""
         check_trainable(self.settings, self.args, self.meta_model, tokenizer)
 
-    def check_data(self, train_dataset: Dataset, eval_dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_data(self, data: Data, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints.
 
         Also count the evaluation questions whose scores are not fair.
         """
-        self.questions = {"train": train_dataset, "eval": eval_dataset}
-        # The values may have been "all"
-        task = task_of(train_dataset.column_names)
-        data = replace(
-            self.settings.data,
-            train_size=len(train_dataset),
-            eval_size=len(eval_dataset),
-            labels=self.settings.data.labels or task.labels,
-            em_f1=task.em_f1 if self.settings.data.em_f1 is None else self.settings.data.em_f1,
+        self.questions = {"train": data.train, "eval": data.evaluation}
+        self.left_out = data.left_out
+        task = task_of(data.train.column_names)
+        given = self.settings.data
+        effective = replace(
+            given,
+            train_size=len(data.train),  # it may have been "all"
+            eval_size=len(data.evaluation),
+            labels=given.labels or task.labels,
+            em_f1=task.em_f1 if given.em_f1 is None else given.em_f1,
         )
-        self.settings = replace(self.settings, data=data)
+        self.settings = replace(self.settings, data=effective)
         self.identity = training_identity(
-            self.job_id, self.settings, self.strategy.name, self.args.world_size, train_dataset
+            self.job_id, self.settings, self.strategy.name, self.args.world_size, data.train
         )
         if self.checkpoint:
             check_same_training(self.checkpoint, self.identity)
         check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit or 0)
-        if data.em_f1:
-            self.unfair_questions = check_references(tokenizer, eval_dataset, data.max_length)
+        if effective.em_f1:
+            self.unfair_questions = check_references(tokenizer, data.evaluation, effective.max_length)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -113,7 +115,7 @@ class Run:
             self.start_record()
             watchdog.before_exit(self.record.close_as_hung)
             if rank() == 0:
-                self.record.list_left_out([f"{path}: {row}" for path, rows in LEFT_OUT.items() for row in rows])
+                self.record.list_left_out(self.left_out)
             prepare_trackers(self.args, self.job_id)
             self.flops = model_flops(self.meta_model, self.settings.data.max_length, self.record)
             self.peak = matmul_peak(DTYPES[self.settings.precision], self.args.device)

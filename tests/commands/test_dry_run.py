@@ -14,7 +14,8 @@ import pytest
 from transformers import LlamaConfig
 
 import estimate_memory
-from data_loader import read_questions
+from config import DataArguments
+from data_loader import read_part
 from estimate.command_line import parse_memory_plan
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, read_directives
 from shell import program, shell_environment
@@ -117,7 +118,7 @@ def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path,
     assert knobs_from(lines, "submission") == {f"MODEL_NAME={tmp_path}", "DATASET=my-squad.json"}
     assert {"LEARNING_RATE=5e-05", "PADDING=longest", "BF16=True"} <= knobs_from(lines, "experiment")
     assert {"TRAIN_SIZE", "EVAL_SIZE"} <= knobs_from(lines, "unset")
-    questions = len(list(read_questions(str(sample), "train")))
+    questions = len(read_part("train", DataArguments(dataset=str(sample))).rows)
     steps = 3 * math.ceil(questions / 16)
     batch = "global batch: 16 (micro batch 4 x accumulation 1 x 4 rank(s))"
     assert f"{batch}, {steps} steps for 3 epochs of {questions} questions" in lines, "as in a trial on one process"

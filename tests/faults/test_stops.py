@@ -137,7 +137,7 @@ def test_a_run_that_is_requeued_twice_resumes_exactly(bench: Bench):
 @pytest.mark.promise("reliability 3")
 def test_run_stopped_before_the_first_step(bench: Bench):
     """The run ends at once, because it has nothing to save."""
-    ended = bench.run(script=bench.patched(signal_patch("train.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
+    ended = bench.run(script=bench.patched(signal_patch("train.load_data", 1, signal.SIGTERM, then=PAUSE)), code=143)
     assert not ended.output.exists()
     assert bench.run().record["status"] == "completed"
 

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlparse
 import pytest
 from transformers import BloomConfig, BloomForCausalLM
 
-from data_loader import read_questions
 from helpers import REPOSITORY, Finished
+from read_questions import read_file
 from test_models import small_tokenizer
 
 MODEL, OLD_MODEL, DATASET = "workshop/tiny-hub-bloom", "workshop/old-hub-bloom", "workshop/tiny-hub-squad"
@@ -90,7 +90,7 @@ def hub(tmp_path_factory):
 def write_dataset(folder: Path) -> None:
     """Write rows with the columns of the Hub's squad."""
     folder.mkdir(parents=True)
-    rows = list(read_questions(REPOSITORY / "data" / "squad_sample.json"))
+    rows = read_file(str(REPOSITORY / "data" / "squad_sample.json")).examples
     for row in rows:
         row["answers"] = {"text": row["answers"], "answer_start": [0] * len(row["answers"])}
     for split, part in (("train", rows[:40]), ("validation", rows[40:50])):

@@ -6,12 +6,11 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import models.custom_model  # noqa: F401  (registers the model with the Auto classes)
-from config import DEFAULTS
-from data_loader import read_questions, tokenise_batch
+from config import DEFAULTS, DataArguments
+from data_loader import read_part, tokenise_batch
 from distributed.strategy import BY_NAME
 from helpers import REPOSITORY, TINY, Finished
 from models.lora import add_adapters
@@ -231,8 +230,8 @@ def test_saved_model_is_complete_and_has_the_last_eval_loss(run: Finished):
 @torch.no_grad()
 def eval_loss(model, tokenizer) -> float:
     """Mean loss over all tokens of the runs' evaluation questions."""
-    rows = list(read_questions(REPOSITORY / TINY["DATASET"], "held out"))
-    chosen = Dataset.from_list(rows).shuffle(seed=42).select(range(int(TINY["EVAL_SIZE"])))
+    rows = read_part("eval", DataArguments(dataset=str(REPOSITORY / TINY["DATASET"]))).rows
+    chosen = rows.shuffle(seed=42).select(range(int(TINY["EVAL_SIZE"])))
     losses = []
     model.eval()
     # One question at a time needs no padding

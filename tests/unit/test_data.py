@@ -17,15 +17,15 @@ import data_loader
 from config import IGNORED, DataArguments
 from data_loader import (
     UNANSWERABLE,
+    load_data,
     load_from_hub,
-    load_squad,
     read_part,
-    read_questions,
     resolve_size,
     tokenise_batch,
     tokens_hash,
 )
 from helpers import REPOSITORY
+from read_questions import read_file
 from shared import hub
 
 README = (REPOSITORY / "data" / "README.md").read_text()
@@ -62,7 +62,9 @@ def written(tmp_path):
 
 
 def read(path: str | Path, part: str = "all") -> list[dict]:
-    return list(read_questions(str(path), part))
+    if part == "all":
+        return read_file(str(path)).examples
+    return list(read_part({"train": "train", "held out": "eval"}[part], DataArguments(dataset=str(path))).rows)
 
 
 # The bundled sample
@@ -128,7 +130,7 @@ def test_a_path_without_a_file_is_refused(tmp_path, refusal):
 
     assert line("gone.json") == "error: gone.json: there is no such file; correct --dataset"
     assert line("./gone") == "error: ./gone: there is no such file; correct --dataset"
-    assert line(str(tmp_path)) == f"error: {tmp_path}: is a folder; correct --dataset"
+    assert line(str(tmp_path)) .startswith(f"error: {tmp_path}: has no file with one of the endings .json, ")
     assert line("squad", "gone.json").startswith("error: gone.json: No such file or directory; check the path")
 
 
@@ -147,7 +149,7 @@ def test_a_file_in_the_users_home_is_read_again_after_a_change(written, tiny_tok
     arguments = DataArguments(dataset="~/my.json", eval_dataset="~/my.json", train_size=1, eval_size=1)
     for identifier, answer in (("before", "fast network"), ("after", "eight devices")):
         written(squad(question(identifier, answer)))
-        row = load_squad(arguments, tiny_tokenizer, training())[0][0]
+        row = load_data(arguments, tiny_tokenizer, training())[0][0]
         assert (row["id"], row["answers"]) == (identifier, [answer])
 
 
@@ -176,7 +178,7 @@ def test_sizes(sample, tiny_tokenizer, capsys):
 
     def sizes(**options: object) -> tuple[int, ...]:
         arguments = DataArguments(dataset=str(sample), max_length=256, **options)
-        return tuple(map(len, load_squad(arguments, tiny_tokenizer, training())))
+        return tuple(map(len, load_data(arguments, tiny_tokenizer, training())[:2]))
 
     assert sizes() == sizes(train_size="all", eval_size="all", samples_per_gpu=None) == (280, 67)
     assert sizes(train_size=3, eval_size="all") == (3, 67)
@@ -190,13 +192,13 @@ def test_sizes(sample, tiny_tokenizer, capsys):
 def test_the_log_counts_lost_answers_and_known_passages(sample, tiny_tokenizer, capsys):
     """By answer_start, 174 answers are in the part that was cut off. 4 of these texts are also in the other part."""
     options = {"dataset": str(sample), "eval_dataset": str(sample), "max_length": 128, "eval_size": 9}
-    _, evaluation = load_squad(DataArguments(**options), tiny_tokenizer, training())
+    _, evaluation, _ = load_data(DataArguments(**options), tiny_tokenizer, training())
     lost = sum(evaluation["answer_cut"])
     out = capsys.readouterr().out
     assert "\n347 of 347 training questions were cut to --max_length; 170 lost their answer\n" in out
     assert f"\n9 of 9 evaluation questions were cut to --max_length; {lost} lost their answer\n" in out
     assert out.endswith("\n9 of 9 evaluation questions are about a passage of the training set\n")
-    load_squad(DataArguments(dataset=str(sample), max_length=256), tiny_tokenizer, training())
+    load_data(DataArguments(dataset=str(sample), max_length=256), tiny_tokenizer, training())
     assert "passage of the training set" not in capsys.readouterr().out
 
 
@@ -225,7 +227,7 @@ def test_a_prompt_does_not_end_with_eos(tiny_tokenizer):
 def test_subsets_depend_only_on_the_seed(sample, tiny_tokenizer):
     def ids(train_size: int = 40, **seeds: int) -> tuple[list, list]:
         arguments = DataArguments(dataset=str(sample), train_size=train_size, eval_size=20, max_length=200)
-        train, evaluation = load_squad(arguments, tiny_tokenizer, training(**seeds))
+        train, evaluation, _ = load_data(arguments, tiny_tokenizer, training(**seeds))
         return train["id"][:], evaluation["id"][:]
 
     one, other = ids(seed=1), ids(seed=2)
@@ -240,7 +242,7 @@ def test_edited_code_has_an_effect_and_only_other_tokens_are_another_training(sa
 
     def load() -> datasets.Dataset:
         arguments = DataArguments(dataset=str(sample), train_size=32, max_length=128)
-        return load_squad(arguments, tiny_tokenizer, training())[0]
+        return load_data(arguments, tiny_tokenizer, training())[0]
 
     first = load()
     for module in (data_loader, sys.modules["read_questions"]):
@@ -263,6 +265,7 @@ def test_edited_code_has_an_effect_and_only_other_tokens_are_another_training(sa
 
 def test_a_hub_dataset_that_is_not_squad_is_refused(monkeypatch, refusal):
     monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
-    films = datasets.Dataset.from_dict({"text": ["a film"]})
-    monkeypatch.setattr(data_loader, "load_dataset", lambda name, split: films)
-    assert refusal(load_from_hub, "imdb", "train").startswith("error: --dataset: imdb cannot be loaded (")
+    films = datasets.Dataset.from_dict({"film": ["a film"]})
+    monkeypatch.setattr(data_loader, "load_dataset", lambda name: {"train": films})
+    refused = refusal(load_from_hub, "imdb", "train", DataArguments())
+    assert refused.startswith("error: imdb: its columns (film) are those of no kind of data: chat (messages")

@@ -8,6 +8,7 @@ from datasets import Dataset
 from tokenizers.normalizers import NFKC
 from transformers import GenerationConfig
 
+from config import DataArguments
 from data_loader import answer_limit, tokenise_batch
 from training import exact_match
 from training.exact_match import CHANGED, EMPTY, Generation, answer_questions, check_references, exact_match_and_f1
@@ -36,7 +37,7 @@ def score(monkeypatch, predictions: list[str], references: list[list[str]]) -> d
     monkeypatch.setattr(exact_match, "answer_questions", lambda *_: dict(enumerate(predictions)))
     monkeypatch.setattr(exact_match, "answer_limit", lambda *_: 32)
     questions = Dataset.from_dict({"answers": references})
-    return exact_match_and_f1(None, None, questions, Generation(2, 128, CPU))
+    return exact_match_and_f1(None, None, questions, Generation(2, 128, CPU), DataArguments(em_f1=True))
 
 
 @pytest.mark.parametrize(("prediction", "references", "exact_match", "f1"), CASES.values(), ids=CASES)

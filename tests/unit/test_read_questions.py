@@ -77,7 +77,7 @@ def test_several_answers_and_no_answer(written):
 
 def test_columns_with_other_names(written):
     path = written("t.csv", f"text,q,a1,a2,is_impossible\n{CONTEXT},How many?,eight,GPUs,\n{CONTEXT},Who?,,,TRUE\n")
-    questions, notes, _ = read_file(path, "text, q, a1, a2")
+    questions, notes, *_ = read_file(path, "text, q, a1, a2")
     assert [row["answers"] for row in questions] == [["eight", "GPUs"], [UNANSWERABLE]]
     assert notes == ["columns of t.csv: text, q, a1 + a2 (kind: passage)"]
 
@@ -123,7 +123,7 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
         assert error.endswith("; correct them, or leave them out with BAD_ROWS=skip")
         for place, (reason, _) in enumerate(part, 2):
             assert f"line {place}: {reason}" in error
-        questions, notes, _ = read_file(path, skip=True)
+        questions, notes, *_ = read_file(path, skip=True)
         assert [row["question"] for row in questions] == ["How many?", "Last?"]
         assert f"rows of t.jsonl: 2 used, {len(part)} left out, 0 empty" in notes
     path = written("t.jsonl", lines(ROW, ROW, faulty[0][1]))
@@ -134,7 +134,7 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
 
 def test_rows_that_contradict_each_other_cannot_be_used(written):
     rows = [ROW, ROW | {"answer": []}]
-    (question,), notes, _ = read_file(written("t.jsonl", lines(*rows)), skip=True)
+    (question,), notes, *_ = read_file(written("t.jsonl", lines(*rows)), skip=True)
     assert question["answers"] == ["eight"]
     assert notes[-1].startswith("left out: line 2: the question is also in another row, and only one of the rows has")
 
@@ -158,11 +158,11 @@ def test_a_quote_that_is_not_closed_costs_only_its_own_row(written):
     for broken in (0, 20, 179):
         content = ["context\tquestion\tanswer", *rows]
         content[broken + 1] = f'"{content[broken + 1]}'
-        questions, _, unusable = read_file(written("t.tsv", "\n".join(content)), skip=True)
+        questions, _, unusable, _ = read_file(written("t.tsv", "\n".join(content)), skip=True)
         assert (len(questions), places(unusable)) == (179, [f"row {broken + 2}"])
     # Here the quote is closed in the same column of a later row
     three = [f'"{CONTEXT}\tOne?\teight', f"{CONTEXT}\tTwo?\teight", f'{CONTEXT} 5"\tThree?\teight']
-    questions, _, unusable = read_file(written("t.tsv", "\n".join(["context\tquestion\tanswer", *three])), skip=True)
+    questions, _, unusable, _ = read_file(written("t.tsv", "\n".join(["context\tquestion\tanswer", *three])), skip=True)
     assert ([row["question"] for row in questions], places(unusable)) == (["Two?", "Three?"], ["row 2"])
 
 
@@ -193,7 +193,7 @@ def test_passages_of_several_lines_come_back_whole(written, seed):
     table = io.StringIO()
     columns = draw.sample([*ROW], 3)
     csv.writer(table, delimiter=draw.choice(",;\t")).writerows([columns, *([row[n] for n in columns] for row in rows)])
-    questions, _, unusable = read_file(written("t.csv", table.getvalue()), skip=True)
+    questions, _, unusable, _ = read_file(written("t.csv", table.getvalue()), skip=True)
     del rows[faulty]
     assert [(row["context"], *row["answers"]) for row in questions] == [(row["context"], row["answer"]) for row in rows]
     assert unusable == [f"row {faulty + 2}: the passage does not contain the answer 'nowhere'"]
@@ -236,7 +236,7 @@ def test_random_faults_lose_no_row(written, seed):
     rows = [f'"{CONTEXT} {number}, {number}","Question {number}?","eight"' for number in range(200)]
     faulty = {place: draw.choice(KINDS) for place in draw.sample(range(200), 25)}
     content = [spoil(row, faulty[place]) if place in faulty else row for place, row in enumerate(rows)]
-    questions, notes, unusable = read_file(written("t.csv", NAMES + "\n".join(content) + "\n"), skip=True)
+    questions, notes, unusable, _ = read_file(written("t.csv", NAMES + "\n".join(content) + "\n"), skip=True)
     good = {f"Question {place}?" for place in range(200) if place not in faulty}
     assert {row["question"] for row in questions} == good
     named = [f"row {place + 2}" for place in sorted(faulty) if faulty[place] not in ("empty row", "blank line")]
