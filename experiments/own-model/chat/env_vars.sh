@@ -7,7 +7,7 @@
 : "${DATASET:=$ROOT/data/conversations.jsonl}"         # 24 conversations about this workshop
 
 # Only the assistant's turns count in the loss, because these rows are conversations (docs/knobs.md, LABELS)
-: "${LEARNING_RATE:=5e-5}"
+: "${LEARNING_RATE:=1e-4}"
 : "${NUM_EPOCHS:=3}"
 : "${BATCH_SIZE:=2}"   # the micro batch; lower it first if memory runs out
 : "${GRAD_ACC:=2}"     # the global batch is BATCH_SIZE x GRAD_ACC x GPUs
