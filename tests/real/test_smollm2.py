@@ -1,7 +1,7 @@
 """Test that a real pretrained model learns to answer real questions, with a stop and a resume: `make test-real`.
 
-It learns in a full fine-tuning, and with LoRA. It also learns from conversations. data/README.md has the commands that make the model's folder.
-data/README.md and docs/lora.md have the results of other learning rates.
+It learns in a full fine-tuning, and with LoRA. It also learns from conversations. data/README.md has the commands that
+make the model's folder. data/README.md and docs/lora.md have the results of other learning rates.
 """
 
 import json
