@@ -119,8 +119,8 @@ def check_answers(task: Task, name: str, data_args: DataArguments) -> None:
     """Raise WorkshopError (exit code 2) for knobs of answers if the data has none."""
     given = {"LABELS": data_args.labels == "answer", "EM_F1": data_args.em_f1, "SHOW": data_args.show}
     for variable, value in given.items():
-        if value and not task.answers:
-            raise WorkshopError(variable, f"needs answers, but {name} is a {task.name}, which has none", "leave it out")
+        if value and task.pieces:
+            raise WorkshopError(variable, f"needs answers, but {name} has the kind {task.name}", "leave it out")
 
 
 def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple[Dataset, list[str]]:
@@ -143,17 +143,17 @@ def cut_into_pieces(examples: Examples, tokenizer: PreTrainedTokenizerBase, data
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
-    """Return the number of questions to use: all of a local file, and a part of a Hub dataset, if none is requested.
+    """Return the number of rows to use: all of a local file, and a part of a Hub dataset, if none is requested.
 
     name: the file or Hub name. Raise WorkshopError (exit code 2) if too many are requested.
     """
-    if requested == ALL or (requested is None and is_local(name)):
+    if requested == ALL or (requested is None and find_files(name)):
         return available
     size = min(HUB_SIZES[part], available) if requested is None else int(requested)
     if size > available:
         flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
         use = {"train": "train", "eval": "evaluate"}[part]
-        what = f"{size} questions requested, but {name} has only {available} to {use} on"
+        what = f"{size} rows requested, but {name} has only {available} to {use} on"
         raise WorkshopError(flag, what, f"lower it, or give {ALL}")
     return size
 
@@ -165,11 +165,11 @@ def source(part: str, data_args: DataArguments) -> str:
 
 def read_part(part: str, data_args: DataArguments) -> Examples:
     """Return all examples of a part (train or eval). Rows are held out if there are none for the evaluation."""
-    if part == "eval" and data_args.eval_dataset:
-        return load_from_file(data_args.eval_dataset, "all", data_args)
-    held_out = "held out" if part == "eval" else "all" if data_args.eval_dataset else "train"
-    load = load_from_file if is_local(data_args.dataset) else load_from_hub
-    return load(data_args.dataset, held_out, data_args)
+    name = source(part, data_args)
+    part = "all" if data_args.eval_dataset else {"train": "train", "eval": "held out"}[part]
+    if name == data_args.eval_dataset or find_files(name):
+        return store(name, read_files(name, data_args), part, data_args)
+    return load_from_hub(name, part, data_args)
 
 
 def find_files(dataset: str) -> list[str]:
@@ -198,10 +198,6 @@ def find_files(dataset: str) -> list[str]:
     return []
 
 
-def is_local(dataset: str) -> bool:
-    return bool(find_files(dataset))
-
-
 def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
     offline_without_network()
     with loading_errors("--dataset", name):
@@ -210,32 +206,28 @@ def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
         validated = "validation" in splits
         questions = splits["validation" if validated and part == "held out" else "train"]
         names, first = questions.column_names, questions[0]
-        if validated and not data_args.table_columns and {*SQUAD_COLUMNS} <= {*names} and "text" in first["answers"]:
-            questions = questions.select_columns(SQUAD_COLUMNS).map(
-                lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
-            )
-            return Examples(questions, [])
-    columns, skip, free = reading_options(data_args)
-    rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
-    reading = check_rows(name, *choose_task(name, names, columns, free, first), names, rows, skip)
-    content = questions._fingerprint.encode()
-    return store(name, reading._replace(content=content), "all" if validated else part, data_args)
-
-
-def reading_options(data_args: DataArguments) -> tuple[str | None, bool, bool]:
-    """Return the arguments of `read_file` after the path."""
-    return data_args.table_columns, data_args.bad_rows == "skip", data_args.answers == "free"
-
-
-def read_local(data_args: DataArguments) -> list[dict]:
-    """Return the examples of --dataset, which is a local file, or several."""
-    return read_files(data_args.dataset, *reading_options(data_args)).examples
+        squad = (
+            validated and not data_args.table_columns and {*SQUAD_COLUMNS} <= {*names} and "text" in first["answers"]
+        )
+    if not squad:
+        task, columns = choose_task(name, names, data_args.table_columns, data_args.answers == "free", first)
+        rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
+        reading = check_rows(name, task, columns, names, rows, data_args.bad_rows == "skip")
+        content = questions._fingerprint.encode()
+        return store(name, reading._replace(content=content), "all" if validated else part, data_args)
+    questions = questions.select_columns(SQUAD_COLUMNS)
+    # Checkpoints of 2.0.0 contain a hash of this lambda, with its place in its line
+    questions = questions.map(
+        lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
+    )
+    return Examples(questions, [])
 
 
 @lru_cache(maxsize=2)  # the tokenizer of tiny-bloom, the training set and the evaluation set are of the same files
-def read_files(dataset: str, columns: str | None, skip: bool, free: bool) -> Reading:
+def read_files(dataset: str, data_args: DataArguments) -> Reading:
     """Return what all files of a dataset have together. Raise WorkshopError (exit code 2) if their kinds differ."""
-    readings = {path: read_file(path, columns, skip, free) for path in find_files(dataset) or [dataset]}
+    options = data_args.table_columns, data_args.bad_rows == "skip", data_args.answers == "free"
+    readings = {path: read_file(path, *options) for path in find_files(dataset) or [dataset]}
     found = {task_of(list(reading.examples[0])).name: path for path, reading in readings.items()}
     if len(found) > 1:
         what = ", ".join(f"{path} has the kind {kind}" for kind, path in found.items())
@@ -246,11 +238,6 @@ def read_files(dataset: str, columns: str | None, skip: bool, free: bool) -> Rea
 
 
 print_notes = cache(print_once)  # prints lines only once, although both parts of a file have them
-
-
-def load_from_file(dataset: str, part: str, data_args: DataArguments) -> Examples:
-    """Return the examples of one part of local files (read_questions.py)."""
-    return store(dataset, read_files(dataset, *reading_options(data_args)), part, data_args)
 
 
 def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> Examples:
@@ -268,8 +255,8 @@ def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> E
         remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} {task.unit}s"
         raise WorkshopError(name, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
     print_notes("\n".join(reading.notes))
-    columns, skip, free = reading_options(data_args)
-    options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}" + " free" * free
+    skip, free = data_args.bad_rows == "skip", " free" * (data_args.answers == "free")
+    options = f"{part} {data_args.table_columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}{free}"
     key = reading.content + options.encode()
     with file_system_errors():
         rows = Dataset.from_generator(

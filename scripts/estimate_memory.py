@@ -19,7 +19,7 @@ from shared.before_imports import prepare_imports
 prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
 
 from config import ALL, HUB_SIZES
-from data_loader import cut_into_pieces, is_local, read_part, resolve_size
+from data_loader import cut_into_pieces, find_files, read_part, resolve_size
 from distributed.collectives import ranks_per_gpu
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
@@ -108,7 +108,7 @@ def count_questions(settings: Settings) -> int | None:
     requested = data.train_size
     if data.samples_per_gpu:
         requested = data.samples_per_gpu * settings.estimate.gpus
-    if is_local(data.dataset):
+    if find_files(data.dataset):
         examples = read_part("train", data)
         rows = examples.rows
         if task_of(rows.column_names).pieces:

@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
-from data_loader import is_local, read_local, read_part
+from data_loader import find_files, read_files, read_part
 from models.bloom_sdpa import use_attention
 from models.custom_model import CustomGPTConfig
 from models.lora import ADAPTERS, merged_model, save_adapters
@@ -97,7 +97,8 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
 
     The result is the same on every rank.
     """
-    examples = read_local(data_args) if is_local(data_args.dataset) else read_part("train", data_args).rows
+    local = find_files(data_args.dataset)
+    examples = read_files(data_args.dataset, data_args).examples if local else read_part("train", data_args).rows
     task = task_of(list(next(iter(examples))))
     texts = dict.fromkeys(text for example in examples for text in task.texts(example))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))

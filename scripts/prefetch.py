@@ -18,7 +18,7 @@ import huggingface_hub
 from datasets import load_dataset
 
 from config import TINY_BLOOM
-from data_loader import is_local
+from data_loader import find_files
 from model import is_folder
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, find_network_fault, loading_errors
@@ -33,7 +33,7 @@ def main() -> None:
     if not arguments.model_name and not arguments.dataset:
         raise WorkshopError("prefetch.py", "nothing to download", "give --model_name, --dataset or both")
     model = arguments.model_name not in (None, "", TINY_BLOOM) and not is_folder("--model_name", arguments.model_name)
-    dataset = arguments.dataset and not is_local(arguments.dataset)
+    dataset = arguments.dataset and not find_files(arguments.dataset)
     if (model or dataset) and (fault := find_network_fault()):
         raise WorkshopError("network", fault, "run this on a machine that reaches the Hub", ENVIRONMENT)
     if model:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
 from tasks import choose_task, kinds
-from tasks.passage import IMPOSSIBLE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
+from tasks.passage import IMPOSSIBLE, NOT_IN_PASSAGE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
 from tasks.task import IDS, Columns, RowError, Task
 from tasks.text import TEXT
 
@@ -99,7 +99,8 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
     kind = "questions" if chosen.squad else "rows"
     if unusable and not skip:
         what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
-        raise WorkshopError(path, what, "correct them, or leave them out with BAD_ROWS=skip")
+        free = "give ANSWERS=free to allow such answers, " if any(NOT_IN_PASSAGE in row for row in unusable) else ""
+        raise WorkshopError(path, what, f"correct them, {free}or leave them out with BAD_ROWS=skip")
     if not found:
         what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
         raise WorkshopError(path, what, f"give rows of one kind: {kinds()}")

@@ -197,10 +197,10 @@ def supports_gpu(arch_list: list[str], capability: tuple[int, int]) -> bool:
 def cache(model_names: list[str], dataset: str) -> Lines:
     os.environ["HF_HUB_OFFLINE"] = "1"  # look only into the cache
     from config import CUSTOM_GPT, TINY_BLOOM
-    from data_loader import is_local
+    from data_loader import find_files
 
     models = [name for name in model_names if name not in (TINY_BLOOM, CUSTOM_GPT) and not Path(name).is_dir()]
-    if not models and is_local(dataset):
+    if not models and find_files(dataset):
         yield "skip", "cache", f"{', '.join(model_names)} and {Path(dataset).name} need no cache"
         return
     from datasets import load_dataset
@@ -219,7 +219,7 @@ def cache(model_names: list[str], dataset: str) -> Lines:
             yield "ok", "model", f"{name}, {cached_size(name) / 1e9:.1f} GB"
         except (OSError, ValueError) as error:
             yield "fail", "model", f"{name}: {error}", f"{prefetch} --model_name {name}"
-    if not is_local(dataset):
+    if not find_files(dataset):
         try:
             rows = {split: len(part) for split, part in load_dataset(f"hf://datasets/{dataset}").items()}
             yield "ok", "dataset", f"{dataset}, {rows}"

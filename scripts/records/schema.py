@@ -225,6 +225,7 @@ class Record(Part):
     parameters: int | None = None  # tied parameters count once, and adapters of LoRA count too
     trainable_parameters: int | None = None
     steps_per_epoch: int | None = None  # optimizer steps
+    kind: str | None = None  # of the data: the name of a task, such as passage (scripts/tasks)
     train_size: int | None = None
     eval_size: int | None = None
     questions_cut: dict[str, int] | None = None  # train, eval: questions whose context was cut by --max_length

@@ -13,6 +13,8 @@ from numpy import format_float_positional
 from config import has_random_weights
 from records.schema import Profile
 from reporting.runs import Missing, Run
+from tasks import TASKS
+from tasks.passage import PASSAGE
 
 MIB_PER_GIB = 1024
 BYTES_PER_MIB = 2**20
@@ -72,7 +74,8 @@ def questions_note(run: Run) -> str:
     settings = run.record.settings
     random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
     reason = ", random weights" if random and run.record.f1 == 0 else ""
-    return f"{run.record.eval_size} questions{reason}"
+    rows = next((task.rows for task in TASKS if task.name == run.record.kind), PASSAGE.rows)
+    return f"{run.record.eval_size} {rows}{reason}"
 
 
 def score(name: str) -> Read:

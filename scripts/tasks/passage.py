@@ -38,6 +38,7 @@ USUAL_NAMES = {
     "question": ("question", "query", "prompt", "instruction", "input"),
     "answer": ("answers", "answer", "response", "label", "output", "target", "completion"),
 }
+NOT_IN_PASSAGE = "the passage does not contain the answer"
 IMPOSSIBLE = "is_impossible"
 TRUTH = {"true": True, "1": True, "false": False, "0": False, "": None}  # cells of a column is_impossible
 SQUAD = Columns("context", "question", ("answers",), squad=True)
@@ -107,7 +108,7 @@ def read_answer(value: Any, context: str, free: bool) -> str:
         if text not in context and not free:
             other = context.lower().find(text.lower())
             near = f", only {context[other : other + len(text)]!r:.60}" if other >= 0 else ""
-            raise RowError(f"the passage does not contain the answer {text!r:.60}{near}")
+            raise RowError(f"{NOT_IN_PASSAGE} {text!r:.60}{near}")
     elif not isinstance(start, int) or start < 0 or not context.startswith(text, start):
         raise RowError(f"the answer {text!r:.40} is not at answer_start {start!r:.40}, which counts characters from 0")
     return text

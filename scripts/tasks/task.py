@@ -41,8 +41,8 @@ class Task:
 
     name, columns: for the log and errors. rows: a plural noun for its rows in the log. unit: what is held out as a
     whole. column: a column that examples of no other kind have. labels, em_f1: defaults of LABELS and EM_F1.
-    answers: False if there is nothing to answer. pieces: True if an example can become several rows, so that sizes
-    count rows of tokens. template: the chat template for a tokenizer that has none; it is saved with the model.
+    pieces: True for documents: they have no answers, and each becomes several rows, so that sizes count rows of tokens.
+    template: the chat template for a tokenizer that has none; it is saved with the model.
 
     choose(names, cells): return the columns to read, None if a file with these names has another kind. cells: the first
     row. read(cells, columns, place): return the example of a row, or raise RowError with the reason if the row cannot
@@ -70,7 +70,6 @@ class Task:
     unit: str = "row"
     labels: Literal["sequence", "answer"] = "answer"
     em_f1: bool = False
-    answers: bool = True
     pieces: bool = False
     template: str | None = None
     least_prompt: Callable[[dict, Any, int], int] = lambda example, tokenizer, max_length: max_length // 2

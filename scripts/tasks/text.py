@@ -52,7 +52,6 @@ TEXT = Task(
     unit="document",
     column="text",
     labels="sequence",
-    answers=False,
     pieces=True,
     choose=choose,
     read=read,

@@ -148,6 +148,7 @@ class Run:
             resumed_from=self.checkpoint,
             settings=self.settings.recorded(),
             origins=self.settings.origins,
+            kind=task_of(self.questions["train"].column_names).name,
             train_size=len(self.questions["train"]),
             eval_size=len(self.questions["eval"]),
             questions_cut={part: sum(rows["cut"][:]) for part, rows in self.questions.items()},

@@ -100,6 +100,7 @@ class WorkshopTrainer(UpstreamFixes):
             what = "is too small to give each rank a whole batch"
             raise WorkshopError("--eval_size", what, "raise it, or leave out --dataloader_drop_last")
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
+        output.metrics[f"{kwargs['metric_key_prefix']}_perplexity"] = math.exp(min(loss / counted, 700))
         return output
 
     def counts(self) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """Tests of a run's questions, batches and labels: --labels, --padding and --samples_per_gpu."""
 
+import json
+import math
+import re
+
 import pytest
 
 from helpers import XQUAD, Finished
@@ -45,6 +49,26 @@ def test_500_real_questions(run: Finished):
     assert (record["train_size"], record["eval_size"], len(run.losses)) == (500, 100, 1)
     assert record["train"]["loss_last"] < 7  # an untrained model has a loss of log(2048) = 7.62
     assert 0 <= record["exact_match"] <= record["f1"] <= 100
+
+
+def test_a_run_takes_the_defaults_of_its_kind_of_data(train, bench):
+    """SHOW prints answers without EM and F1, and the file with rows that were left out has those of both checks."""
+    rows = [{"prompt": f"Question {i}?", "completion": f" answer {i}"} for i in range(40)]
+    rows += [{"prompt": "", "completion": "a"}, {"prompt": "Too long?", "completion": " word" * 90}]
+    bench.write("pairs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"TRAIN_SIZE": "all", "EVAL_SIZE": "all", "MAX_LENGTH": 64, "NUM_EPOCHS": 1}
+    run = train("pairs", DATASET="pairs.jsonl", SHOW=1, EM_F1="", BAD_ROWS="skip", **sizes)
+    settings = run.record["settings"]
+    assert (run.record["kind"], settings["labels"], settings["em_f1"]) == ("completion", "answer", False)
+    assert run.effective("label mode") == "answer"
+    assert re.search(r"^prompt: Question \d+\?\n  right answer: answer \d+\n  model's answer: ", run.out, re.MULTILINE)
+    assert "exact_match" not in run.out
+    assert "columns of pairs.jsonl: prompt, completion (kind: completion)" in run.out
+    assert "training prompts: 32 of 33 available in pairs.jsonl" in run.out
+    left_out = (run.folder / "results" / "pairs_left_out.txt").read_text().splitlines()
+    assert [line.split(": ")[:2] for line in left_out] == [["pairs.jsonl", "line 41"], ["pairs.jsonl", "line 42"]]
+    perplexity = float(re.search(r"'eval_perplexity': '([^']+)'", run.log)[1])
+    assert perplexity == pytest.approx(math.exp(run.losses[-1]), rel=1e-2)
 
 
 PRINT_TABLES = """

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from config import DataArguments, ModelArguments
-from data_loader import is_local, tokenizer_key
+from data_loader import find_files, tokenizer_key
 from helpers import REPOSITORY, as_nobody, only_root
 from model import DrawOnCPU, build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
@@ -64,7 +64,7 @@ def test_a_path_relative_to_the_repository_gets_an_absolute_path_as_advice(tmp_p
     assert refusal(load_tokenizer, ModelArguments("data"), DATA) == f"error: --model_name: {absolute}".format(
         *["data"] * 2
     )
-    assert refusal(is_local, data) == f"error: --dataset: {absolute}".format(data, data)
+    assert refusal(find_files, data) == f"error: --dataset: {absolute}".format(data, data)
 
 
 # Folders

@@ -32,13 +32,13 @@ COMMANDS = [
         "too few questions",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 9999",
         {},
-        "--train_size or --samples_per_gpu: 9999 questions requested, but SAMPLE has only 280 to train on; lower it",
+        "--train_size or --samples_per_gpu: 9999 rows requested, but SAMPLE has only 280 to train on; lower it",
     ),
     (
         "too few to evaluate on",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 8 --eval_size 68",
         {},
-        "--eval_size: 68 questions requested, but SAMPLE has only 67 to evaluate on; lower it",
+        "--eval_size: 68 rows requested, but SAMPLE has only 67 to evaluate on; lower it",
     ),
     (
         "finished run",

@@ -2,7 +2,6 @@
 # Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${TRAIN_SIZE:=128}"
 : "${EVAL_SIZE:=32}"
-: "${LABELS:=sequence}"
 : "${EM_F1:=False}"
 : "${NUM_EPOCHS:=3}"
 : "${BATCH_SIZE:=4}"
