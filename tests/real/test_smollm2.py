@@ -31,7 +31,7 @@ KNOBS = {
 METHODS = {"full": {"LEARNING_RATE": "2e-4"}, "lora": {"LORA_RANK": "8", "LEARNING_RATE": "1e-3"}}
 MARGIN = 10  # percentage points of Exact Match that the training must add. Measured: 36 (full) and 27 (lora)
 CONVERSATIONS = REPOSITORY / "experiments" / "own-model" / "chat" / "env_vars.sh"
-LOSS_MARGIN = 0.4  # that the evaluation loss of conversations must fall. Measured: MEASURED
+LOSS_MARGIN = 0.4  # that the evaluation loss of conversations must fall. Measured: 0.78
 
 pytestmark = [
     pytest.mark.timeout(5400),  # seconds; a training takes 4 to 6 minutes, but took 25 on a busy machine
