@@ -102,16 +102,18 @@ CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim"
 class DataArguments:
     """The data, the evaluation and the profile."""
 
-    dataset: str = knob("DATASET", "squad", "Hub name, or a local file: SQuAD v1.1 or v2.0, CSV, TSV, or JSON.")
+    dataset: str = knob(
+        "DATASET", "squad", "Hub name; local files (SQuAD, CSV, TSV, JSON, TXT), separated by commas; or a folder."
+    )
     eval_dataset: str | None = knob(
         "EVAL_DATASET",
         None,
-        "Local file to evaluate on. Without it a local --dataset holds out every fifth passage.",
+        "Local file to evaluate on. Without it a local --dataset holds out every fifth passage, row or document.",
     )
     table_columns: str | None = knob(
         "TABLE_COLUMNS",
         None,
-        "Columns of a table for context, question and answers, such as passage,query,reply. Default: the usual names.",
+        "Columns to read: context, question, answers; prompt, completion; messages; or text. Default: the usual names.",
     )
     bad_rows: Literal["error", "skip"] = knob(
         "BAD_ROWS", "error", "Rows of a local file that cannot be used. error: list them and end; skip: leave them out."
@@ -146,10 +148,14 @@ class DataArguments:
         "Tokens that count in the loss. sequence: all real tokens (default for passages and texts); answer: only the "
         "answer and EOS (default for completions and chats); all: also padding.",
     )
-    em_f1: bool | None = knob("EM_F1", None, "After training, answer the evaluation questions and print EM and F1.")
+    em_f1: bool | None = knob(
+        "EM_F1",
+        None,
+        "After training, answer the evaluation questions and print EM and F1. Default: only for passages.",
+    )
     em_f1_batch_size: int = knob("EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.")
     show: int = knob(
-        "SHOW", 0, "Print this many evaluation questions with the right and the model's answer, next to EM and F1."
+        "SHOW", 0, "After training, print this many evaluation questions with the right and the model's answer."
     )
     profile: bool = knob("PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.")
 

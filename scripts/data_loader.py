@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -110,17 +110,20 @@ def load_set(
     use = {"train": "training", "eval": "evaluation"}[part]
     print_once(f"{use} {task.rows}: {len(rows)} of {available} available in {name}")
     if cut := sum(rows["cut"][:]):
-        lost = sum(rows["answer_cut"])
-        print_once(f"{cut} of {len(rows)} {use} {task.rows} were cut to --max_length; {lost} lost their answer")
+        print_once(
+            f"{cut} of {len(rows)} {use} {task.rows} were cut to --max_length; "
+            f"{sum(rows['answer_cut'])} lost their answer"
+        )
     return rows, examples.left_out + unusable
 
 
 def check_answers(task: Task, name: str, data_args: DataArguments) -> None:
     """Raise WorkshopError (exit code 2) for knobs of answers if the data has none."""
-    given = {"LABELS": data_args.labels == "answer", "EM_F1": data_args.em_f1, "SHOW": data_args.show}
-    for variable, value in given.items():
+    given = {"LABELS=sequence": data_args.labels == "answer", "EM_F1=False": data_args.em_f1, "SHOW=0": data_args.show}
+    for without, value in given.items():
         if value and task.pieces:
-            raise WorkshopError(variable, f"needs answers, but {name} has the kind {task.name}", "leave it out")
+            what = f"needs answers, but {name} has the kind {task.name}"
+            raise WorkshopError(without.split("=")[0], what, f"set {without}")
 
 
 def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple[Dataset, list[str]]:
@@ -186,16 +189,11 @@ def find_files(dataset: str) -> list[str]:
     check_relative_path("--dataset", dataset)
     check_readable(path)
     marked = dataset.startswith((".", "/", "~")) or dataset.endswith("/")
-    if marked and os.path.isdir(path):
-        files = [os.path.join(dataset, name) for name in sorted(os.listdir(path)) if name.lower().endswith(FORMATS)]
-        if not files:
-            raise WorkshopError(
-                dataset, f"has no file with one of the endings {', '.join(FORMATS)}", "correct --dataset"
-            )
-        return files
-    if marked or dataset.endswith(FORMATS):
-        raise WorkshopError(dataset, "there is no such file", "correct --dataset")
-    return []
+    files = sorted(str(file) for file in Path(path).glob("*") if marked and file.suffix.lower() in FORMATS)
+    if not files and (marked or dataset.endswith(FORMATS)):
+        missing = f"no file in it ends with {', '.join(FORMATS)}" if os.path.isdir(path) else "there is no such file"
+        raise WorkshopError(dataset, missing, "correct --dataset")
+    return files
 
 
 def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
@@ -213,6 +211,7 @@ def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
         task, columns = choose_task(name, names, data_args.table_columns, data_args.answers == "free", first)
         rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
         reading = check_rows(name, task, columns, names, rows, data_args.bad_rows == "skip")
+        print_once("\n".join(reading.notes))
         content = questions._fingerprint.encode()
         return store(name, reading._replace(content=content), "all" if validated else part, data_args)
     questions = questions.select_columns(SQUAD_COLUMNS)
@@ -234,10 +233,8 @@ def read_files(dataset: str, data_args: DataArguments) -> Reading:
         raise WorkshopError(dataset, what, "give files of one kind")
     left_out = [f"{path}: {row}" for path, reading in readings.items() for row in reading.left_out]
     examples, notes, _, contents = zip(*readings.values(), strict=True)
-    return Reading([*chain(*examples)], [*chain(*notes)], left_out, b"".join(contents))
-
-
-print_notes = cache(print_once)  # prints lines only once, although both parts of a file have them
+    print_once("\n".join(chain(*notes)))  # here the lines appear once, although the data has two parts
+    return Reading([*chain(*examples)], [], left_out, b"".join(contents))
 
 
 def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> Examples:
@@ -254,7 +251,6 @@ def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> E
     if not chosen:
         remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} {task.unit}s"
         raise WorkshopError(name, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
-    print_notes("\n".join(reading.notes))
     skip, free = data_args.bad_rows == "skip", " free" * (data_args.answers == "free")
     options = f"{part} {data_args.table_columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}{free}"
     key = reading.content + options.encode()

@@ -25,6 +25,7 @@ from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.trainer_flags import training_arguments
 from shared.hub import draw_bars_on_terminals_only
+from tasks import task_of
 from training.exact_match import Generation, check_references, exact_match_and_f1
 
 
@@ -46,8 +47,10 @@ def main() -> None:
     args = training_arguments(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
     adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(settings.model, settings.data)
-    data_args = replace(settings.data, em_f1=True)
-    questions, _ = load_set("eval", settings.data.eval_size, data_args, tokenizer, args)
+    questions, _ = load_set("eval", settings.data.eval_size, settings.data, tokenizer, args)
+    if task_of(questions.column_names).pieces:
+        what = "is a text, which has no answers to score"
+        raise settings.error("dataset", what, "train.py prints the loss of held out pieces and its perplexity")
     check_references(tokenizer, questions, settings.data.max_length)
     watchdog.progress("loading the model")
     model: Any = load_model(settings.model, tokenizer, args.seed)
@@ -55,7 +58,7 @@ def main() -> None:
     model.to(args.device)
     generation = Generation(settings.data.em_f1_batch_size, settings.data.max_length, args.device)
     with torch.autocast(args.device.type, dtype=DTYPES[settings.precision], enabled=settings.precision != "fp32"):
-        exact_match_and_f1(model, tokenizer, questions, generation, data_args)
+        exact_match_and_f1(model, tokenizer, questions, generation, replace(settings.data, em_f1=True))
     leave_process_group()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shared.errors import HALF_CHARACTER, WorkshopError
 from shared.json_files import decode, is_json_lines, parse_json, read_bytes
-from tasks import choose_task, kinds
+from tasks import choose_task
 from tasks.passage import IMPOSSIBLE, NOT_IN_PASSAGE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
 from tasks.task import IDS, Columns, RowError, Task
 from tasks.text import TEXT
@@ -103,7 +103,7 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
         raise WorkshopError(path, what, f"correct them, {free}or leave them out with BAD_ROWS=skip")
     if not found:
         what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
-        raise WorkshopError(path, what, f"give rows of one kind: {kinds()}")
+        raise WorkshopError(path, what, "see data/README.md for the formats")
     read = ", ".join(filter(None, [chosen.first, chosen.second, " + ".join(chosen.others)]))
     unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
     ignored = f"; not used: {', '.join(unread)}" if unread else ""

@@ -36,12 +36,9 @@ def choose_task(path: str, names: list[str], given: str | None, free: bool, cell
     for task in TASKS:
         if columns := task.choose(names, cells):
             return task, columns._replace(free=free)
-    what = f"its columns ({', '.join(names)}) are those of no kind of data: {kinds()}"
+    kinds = "; ".join(f"{task.name} ({task.columns})" for task in TASKS)
+    what = f"its columns ({', '.join(names)}) are those of no kind of data: {kinds}"
     raise WorkshopError(path, what, "name them, such as TABLE_COLUMNS=passage,query,reply or TABLE_COLUMNS=ask,reply")
-
-
-def kinds() -> str:
-    return "; ".join(f"{task.name} ({task.columns})" for task in TASKS)
 
 
 def task_of(columns: list[str]) -> Task:

@@ -130,7 +130,7 @@ def test_a_path_without_a_file_is_refused(tmp_path, refusal):
 
     assert line("gone.json") == "error: gone.json: there is no such file; correct --dataset"
     assert line("./gone") == "error: ./gone: there is no such file; correct --dataset"
-    assert line(str(tmp_path)).startswith(f"error: {tmp_path}: has no file with one of the endings .json, ")
+    assert line(str(tmp_path)).startswith(f"error: {tmp_path}: no file in it ends with .json, ")
     assert line("squad", "gone.json").startswith("error: gone.json: there is no such file; ")
 
 

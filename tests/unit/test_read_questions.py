@@ -273,9 +273,9 @@ REFUSED = {
         "t.csv",
         NAMES,
         None,
-        "t.csv: has no rows; give rows of one kind: chat (messages, or question, answer",
+        "t.csv: has no rows; see data/README.md",
     ),
-    "nothing": ("t.csv", "", None, "t.csv: has no questions; give rows of one kind: "),
+    "nothing": ("t.csv", "", None, "t.csv: has no questions; see data/README.md"),
     "a mistyped column": (
         "t.jsonl",
         lines(ROW),

@@ -203,11 +203,13 @@ def test_a_text_is_cut_into_pieces_and_sizes_count_pieces(documents, written, ti
     )
 
 
-@pytest.mark.parametrize(("name", "value"), {"labels": "answer", "em_f1": True, "show": 2}.items())
-def test_a_text_has_no_answers(name, value, written, tiny_tokenizer, refusal):
+@pytest.mark.parametrize(
+    ("name", "value", "off"), [("labels", "answer", "sequence"), ("em_f1", True, False), ("show", 2, 0)]
+)
+def test_a_text_has_no_answers(name, value, off, written, tiny_tokenizer, refusal):
     data = DataArguments(dataset=written([{"text": f"{CONTEXT} {i}"} for i in range(5)]), **{name: value})
     line = refusal(load_set, "eval", None, data, tiny_tokenizer, training())
-    assert line == f"error: {name.upper()}: needs answers, but t.jsonl has the kind text; leave it out"
+    assert line == f"error: {name.upper()}: needs answers, but t.jsonl has the kind text; set {name.upper()}={off}"
 
 
 # 4. No row is lost
