@@ -1,6 +1,7 @@
 """Conversations, written as text by the chat template of the tokenizer. The assistant's words and turn ends count.
 
     {"messages": [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."}]}
+    {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "A model."}]}
     {"prompt": [{"role": "user", "content": "Who are you?"}], "completion": [{"role": "assistant", ...}]}
     {"instruction": "Translate.", "input": "Hallo", "output": "Hello"}
     {"question": "Who are you?", "answer": "A model."}
@@ -15,6 +16,7 @@ from tasks.passage import PROMPT, USUAL_NAMES
 from tasks.task import Columns, RowError, Task, common_length, identifier, read_text, token_row, usual
 
 ROLES = ("system", "user", "assistant")
+SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant"}  # its messages have the keys from and value
 MARK = "\ue000"  # a character for private use, which no text contains
 QUESTIONS = ("question", "query", "instruction")
 INPUTS = ("input",)
@@ -97,7 +99,9 @@ def check_messages(messages: list) -> list[dict[str, str]]:
     """Return the messages with role and content only. Raise RowError with the reason if they cannot be used."""
     checked = []
     for number, message in enumerate(messages):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        known = message if isinstance(message, dict) else {}
+        role = SHAREGPT.get(known.get("from"), known.get("role"))
+        content = known.get("value") if "from" in known else known.get("content")
         if role not in ROLES:
             raise RowError(f"message {number + 1}: the role is {role!r:.40}, expected {', '.join(ROLES)}")
         if not isinstance(content, str) or not content.strip():
