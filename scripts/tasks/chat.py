@@ -16,7 +16,7 @@ from tasks.passage import PROMPT, USUAL_NAMES
 from tasks.task import Columns, RowError, Task, common_length, identifier, read_text, token_row, usual
 
 ROLES = ("system", "user", "assistant")
-SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant"}  # its messages have the keys from and value
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its messages have the keys from and value
 MARK = "\ue000"  # a character for private use, which no text contains
 QUESTIONS = ("question", "query", "instruction")
 INPUTS = ("input",)
@@ -99,9 +99,9 @@ def check_messages(messages: list) -> list[dict[str, str]]:
     """Return the messages with role and content only. Raise RowError with the reason if they cannot be used."""
     checked = []
     for number, message in enumerate(messages):
-        known = message if isinstance(message, dict) else {}
-        role = SHAREGPT.get(known.get("from"), known.get("role"))
-        content = known.get("value") if "from" in known else known.get("content")
+        known: Any = message if isinstance(message, dict) else {}
+        role, content = (known.get(key) for key in (("from", "value") if "from" in known else ("role", "content")))
+        role = SHAREGPT.get(str(role), role)
         if role not in ROLES:
             raise RowError(f"message {number + 1}: the role is {role!r:.40}, expected {', '.join(ROLES)}")
         if not isinstance(content, str) or not content.strip():
