@@ -32,6 +32,7 @@ from tasks import choose_task, task_of
 from tasks.passage import PROMPT, UNANSWERABLE, answer_room, tokenise_answers
 from tasks.task import RowError, Task, token_row, tokenise_texts
 
+TOKENS = ["input_ids", "attention_mask", "labels"]
 SQUAD_COLUMNS = ["id", "question", "context", "answers"]  # of squad on the Hub
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 ROW_MAKERS = ("data_loader.py", "read_questions.py", "shared/json_files.py", "tasks/*.py")
@@ -73,8 +74,8 @@ def load_data(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, trai
     read_files.cache_clear()  # the training needs the memory
     if data_args.eval_dataset:
         task = task_of(train.column_names)
-        trained = {task.unit_of(row) for row in train}
-        if shared := sum(task.unit_of(row) in trained for row in evaluation):
+        trained = {*map(task.unit_of, train.remove_columns(TOKENS))}
+        if shared := sum(task.unit_of(row) in trained for row in evaluation.remove_columns(TOKENS)):
             what = f"are about a {task.unit} of" if task.group else "are also in"
             print_once(f"{shared} of {len(evaluation)} evaluation {task.rows} {what} the training set")
     return Data(train, evaluation, list(dict.fromkeys(left_out + others)))
@@ -142,7 +143,7 @@ def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple
 def cut_into_pieces(examples: Examples, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
     """Return the pieces of documents, as rows of tokens."""
     rows = tokenise(examples.rows, tokenizer, data_args)
-    return rows.select(choose_part(range(len(rows)), examples.pieces))
+    return rows.select(choose_part(range(len(rows)), examples.pieces, data_args.dataset, "piece"))
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
@@ -204,16 +205,14 @@ def load_from_hub(name: str, part: str, data_args: DataArguments) -> Examples:
         validated = "validation" in splits
         questions = splits["validation" if validated and part == "held out" else "train"]
         names, first = questions.column_names, questions[0]
-        squad = (
-            validated and not data_args.table_columns and {*SQUAD_COLUMNS} <= {*names} and "text" in first["answers"]
-        )
-    if not squad:
+        squad = validated and {*SQUAD_COLUMNS} <= {*names} and isinstance(first["answers"], dict)
+    if not squad or data_args.table_columns:
         task, columns = choose_task(name, names, data_args.table_columns, data_args.answers == "free", first)
         rows = [Row(f"row {number}", cells) for number, cells in enumerate(questions, 1)]
         reading = check_rows(name, task, columns, names, rows, data_args.bad_rows == "skip")
         print_once("\n".join(reading.notes))
-        content = questions._fingerprint.encode()
-        return store(name, reading._replace(content=content), "all" if validated else part, data_args)
+        reading = reading._replace(content=questions._fingerprint.encode())
+        return store(name, reading, "all" if validated else part, data_args)
     questions = questions.select_columns(SQUAD_COLUMNS)
     # Checkpoints of 2.0.0 contain a hash of this lambda, with its place in its line
     questions = questions.map(
@@ -247,10 +246,7 @@ def store(name: str, reading: Reading, part: str, data_args: DataArguments) -> E
     pieces = "all"
     if task.pieces and len({*units}) < HELD_OUT_EVERY:
         part, pieces = "all", part
-    chosen = choose_part(units, part)
-    if not chosen:
-        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} {task.unit}s"
-        raise WorkshopError(name, f"no {task.rows.removesuffix('s')} in its {part} {task.unit}s", remedy)
+    chosen = choose_part(units, part, name, task.unit)
     skip, free = data_args.bad_rows == "skip", " free" * (data_args.answers == "free")
     options = f"{part} {data_args.table_columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}{free}"
     key = reading.content + options.encode()

@@ -50,18 +50,19 @@ class Reading(NamedTuple):
     content: bytes = b""
 
 
-def choose_part(units: Iterable, part: str) -> list[int]:
-    """Return the numbers of the examples of one part: all, train, or held out (every fifth unit, such as a passage).
+def choose_part(units: Iterable, part: str, name: str, kind: str) -> list[int]:
+    """Return the numbers of the examples of one part: all, train, or held out (every fifth unit).
 
-    units: the unit of each example. One passage can be in several rows.
+    units: the unit of each example, for one passage can be in several rows. name: the file. kind: of units, such as
+    passage. Raise WorkshopError (exit code 2) if no unit is held out.
     """
     numbers: dict[Any, int] = {}
-    places = [numbers.setdefault(unit, len(numbers)) for unit in units]
-    return [
-        i
-        for i, n in enumerate(places)
-        if part == "all" or (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (part == "held out")
-    ]
+    held_out = [numbers.setdefault(unit, len(numbers)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for unit in units]
+    chosen = [place for place, held in enumerate(held_out) if part == "all" or held == (part == "held out")]
+    if not chosen:
+        what = f"has only {len(numbers)} different {kind}s, and every fifth one is held out for the evaluation"
+        raise WorkshopError(name, what, f"give --eval_dataset, or at least {HELD_OUT_EVERY} {kind}s")
+    return chosen
 
 
 def read_file(path: str, columns: str | None = None, skip: bool = False, free: bool = False) -> Reading:
@@ -69,8 +70,8 @@ def read_file(path: str, columns: str | None = None, skip: bool = False, free: b
     content = read_bytes(path, READABLE)
     task, chosen, names, rows = read_rows(path, decode(path, content), columns, free)
     reading = check_rows(path, task, chosen, names, rows, skip)
-    if chosen.squad and columns:
-        reading.notes.append(f"TABLE_COLUMNS has no effect on {path}, which is a SQuAD file")
+    if columns and not names:
+        reading.notes.append(f"TABLE_COLUMNS has no effect on {path}, which is not a table")
     return reading._replace(content=content)
 
 
@@ -135,7 +136,7 @@ def read_rows(path: str, text: str, columns: str | None, free: bool) -> tuple[Ta
     """Return the kind of a file, the columns to read, the names of all columns, and all rows."""
     kind = Path(path).suffix.lower()
     if kind in TEXTS:
-        return TEXT, Columns("text"), ["text"], [Row(Path(path).name, {"text": text} if text.strip() else None)]
+        return TEXT, Columns("text"), [], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns, free)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):

@@ -112,7 +112,7 @@ FAULTS = {
     ),
     "one passage": (
         squad(question()),
-        ": no question in its held out passages; give --eval_dataset, or a file with at",
+        ": has only 1 different passages, and every fifth one is held out for the evaluation; give --eval_dataset, or",
     ),
 }
 

@@ -139,7 +139,7 @@ def test_a_fifth_kind_is_one_task(written, tiny_tokenizer, monkeypatch):
 # 2. Several files, folders and the Hub
 
 
-def test_a_folder_and_a_list_are_all_their_files_in_order(written, refusal):
+def test_a_folder_and_a_list_are_all_their_files_in_order(written, refusal, tiny_tokenizer, capsys):
     for name in ("b.jsonl", "a.jsonl"):
         written([{"prompt": name, "completion": "x"}] * 3, f"data/{name}")
     for dataset in ("./data", "data/", "data/b.jsonl, data/a.jsonl"):
@@ -148,6 +148,10 @@ def test_a_folder_and_a_list_are_all_their_files_in_order(written, refusal):
     assert data_loader.find_files("data") == [], "a name on the Hub"
     assert written([PAIR], "one, two.jsonl") == data_loader.find_files("one, two.jsonl")[0]
     written("A text.", "data/c.txt")
+    short = DataArguments(dataset="data/c.txt", table_columns="text", max_length=64)
+    line = refusal(load_data, short, tiny_tokenizer, training())
+    assert line.startswith("error: data/c.txt: has only 1 different pieces, and every fifth one is held out")
+    assert "TABLE_COLUMNS has no effect on data/c.txt, which is not a table\n" in capsys.readouterr().out
     line = refusal(read_part, "train", DataArguments(dataset="data/"))
     assert (
         line
@@ -198,16 +202,16 @@ def test_a_prompt_loses_its_beginning_and_a_completion_nothing(written, tiny_tok
 
 @pytest.mark.parametrize("documents", [1, 5])
 def test_a_text_is_cut_into_pieces_and_sizes_count_pieces(documents, written, tiny_tokenizer):
-    """A document of 5 pieces of 32 tokens: 4 x 32 and 33, of which the last one would be alone."""
+    """A document of 10 x 32 tokens and EOS, which would be alone in the last piece."""
     for i in range(documents):
-        text = tiny_tokenizer.decode(tiny_tokenizer(" ".join(WORDS * 50))["input_ids"][i : i + 32 * 5])
-        assert len(tiny_tokenizer(text)["input_ids"]) == 32 * 5
+        text = tiny_tokenizer.decode(tiny_tokenizer(" ".join(WORDS * 50))["input_ids"][i : i + 32 * 10])
+        assert len(tiny_tokenizer(text)["input_ids"]) == 32 * 10
         written(text, f"data/{i}.md")
     data = DataArguments(dataset="./data", max_length=32)
     train, evaluation, _ = load_data(data, tiny_tokenizer, training())
-    assert (len(train), len(evaluation)) == ((5, 1) if documents == 1 else (24, 6))
+    assert (len(train), len(evaluation)) == ((9, 2) if documents == 1 else (44, 11))
     pieces = sorted([*train["input_ids"], *evaluation["input_ids"]], key=len)
-    assert [len(piece) for piece in pieces] == [2] * documents + [31] * documents + [32] * 4 * documents
+    assert [len(piece) for piece in pieces] == [2] * documents + [31] * documents + [32] * 9 * documents
     assert sum(piece.count(tiny_tokenizer.eos_token_id) for piece in pieces) == documents
     assert train["labels"][:] == train["input_ids"][:]
     settings = parse_command_line("", ["--model_name", "tiny-bloom", "--dataset", "./data", "--max_length", "32"])
