@@ -126,6 +126,12 @@ class ModelArguments:
         0,
         "LoRA: freeze the model, and train adapters of this rank on its linear layers. 0: train all weights.",
     )
+    save_merged: bool = knob(
+        "SAVE_MERGED",
+        True,
+        "After LoRA, save the model with the adapters added to its weights. False: save only the adapters, for PEFT.",
+        "nothing",
+    )
     vocab_size: int = custom_size("VOCAB_SIZE", 50000, "number of tokens in the vocabulary.")
     hidden_size: int = custom_size("HIDDEN_SIZE", 2048, "width. Lower it first if memory runs out.")
     num_layers: int = custom_size("NUM_LAYERS", 3, "number of transformer blocks.")

@@ -33,9 +33,10 @@ from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArg
 from data_loader import find_files, read_files, read_part
 from models.bloom_sdpa import use_attention
 from models.custom_model import CustomGPTConfig
-from models.lora import ADAPTERS, merged_model
+from models.lora import ADAPTERS, merged_model, save_adapters
 from shared.errors import WorkshopError
 from shared.hub import check_files, check_relative_path, loading_errors, offline_without_network
+from shared.paths import ADAPTER_CONFIG, ADAPTER_FOLDER
 from tasks import task_of
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
@@ -122,8 +123,12 @@ def is_folder(flag: str, name: str) -> bool:
     check_relative_path(flag, name)
     if not os.path.isdir(name) and name.startswith((".", "/", "~", "output/")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
+    has_model = (Path(name) / "config.json").exists()
+    if not has_model and any(Path(name, place, ADAPTER_CONFIG).exists() for place in (".", ADAPTER_FOLDER)):
+        remedy = "add them to their base with PEFT's merge_and_unload, or train with SAVE_MERGED=True"
+        raise WorkshopError(flag, f"{name} has no model, only adapters in PEFT's format", remedy)
     checkpoints = sorted(path.name for path in Path(name).glob("checkpoint-*"))
-    if checkpoints and not (Path(name) / "config.json").exists():
+    if checkpoints and not has_model:
         what = f"{name} has no model, only checkpoints ({', '.join(checkpoints)})"
         raise WorkshopError(flag, what, f"complete its run with --resume_from_checkpoint {name}")
     return os.path.isdir(name)
@@ -289,32 +294,41 @@ def elements(parameter: torch.Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str, with_adapters: bool) -> None:
+def save_model(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str, model_args: ModelArguments
+) -> None:
     """Gather the trained weights from all ranks, and save them and the tokenizer for from_pretrained.
 
-    with_adapters: True after a training run with LoRA, whose adapters are added to the weights.
+    LoRA's adapters are saved for PEFT if their base is a model that others can load. They are also added to the
+    weights, unless --save_merged is False.
     """
+    writes = trainer.is_world_process_zero()
     if trainer.is_fsdp_enabled:
         # With sharded checkpoints, the Trainer would write no weights here
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    if with_adapters:
+    if model_args.lora_rank:
         model: Any = trainer.model
         weights = trainer.accelerator.get_state_dict(trainer.deepspeed or model)
-        if trainer.is_world_process_zero():
+        if writes and not has_random_weights(model_args.model_name, model_args.from_scratch):
+            folder = Path(output_dir, ADAPTER_FOLDER)
+            save_adapters(weights, folder, base=model_args.model_name)
+            share_weights(folder, ADAPTER_CONFIG)
+            tokenizer.save_pretrained(folder)
+        if writes and model_args.save_merged:
             merged_model(model, weights).save_pretrained(output_dir)
     else:
         trainer.save_model(output_dir)
-    if trainer.is_world_process_zero():
+    if writes and model_args.save_merged:
         share_weights(output_dir)
         tokenizer.save_pretrained(output_dir)
         print(f"Model saved to {output_dir}", flush=True)
 
 
-def share_weights(folder: str | Path) -> None:
-    """Give the weights that were saved in a folder the mode of its config.json, which follows the umask.
+def share_weights(folder: str | Path, config: str = "config.json") -> None:
+    """Give the weights that were saved in a folder the mode of its config file, which follows the umask.
 
     safetensors 0.8 lets only the owner read its files, whatever the umask is.
     """
     with contextlib.suppress(OSError):  # some file systems have no modes
         for path in Path(folder).glob("*.safetensors"):
-            path.chmod(Path(folder, "config.json").stat().st_mode)
+            path.chmod(Path(folder, config).stat().st_mode)

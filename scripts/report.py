@@ -22,7 +22,7 @@ from reporting.report_folder import write_report
 from reporting.runs import NO_GPU, add_resume_hints, find_record, read_run
 from reporting.tables import build_table
 from shared.errors import OneLineErrors, WorkshopError, run_program
-from shared.paths import REPOSITORY
+from shared.paths import REPOSITORY, saved_model
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def job_table(path: Path) -> str:
     shown = [line for line in lines if line[2:] != [NO_GPU]]
     left_out = {"earlier evaluations": len(run.record.eval) - len(evaluations), "no GPU": len(lines) - len(shown)}
     output = run.record.output_dir
-    saved = output and os.path.exists(run.folder / output / "config.json")
+    saved = saved_model(run.folder / output) if output else None
     return "\n".join(
         [
             "",
@@ -84,7 +84,7 @@ def job_table(path: Path) -> str:
             *(f"{reason}: {plural(count, 'row')} left out" for reason, count in left_out.items() if count),
             *(f"incomplete: {problem}" for problem in run.problems),
             *(f"not comparable: {override}" for override in run.record.overrides),
-            f"model:      {output if saved else 'not saved'}",
+            f"model:      {str(saved).removeprefix(f'{run.folder}/') if saved else 'not saved'}",
             f"run record: {path}",
         ]
     )

@@ -95,7 +95,7 @@ def main() -> None:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
             with run.record.pause("saving"), full_disk_errors(run.output_dir):
-                save_model(trainer, tokenizer, run.output_dir, with_adapters=settings.model.lora_rank > 0)
+                save_model(trainer, tokenizer, run.output_dir, settings.model)
 
         # 8. The model answers the evaluation questions: Exact Match and F1.
         if settings.data.em_f1 or settings.data.show:

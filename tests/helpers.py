@@ -174,6 +174,26 @@ def make_workplace(folder: Path) -> Path:
     return folder
 
 
+def add_peft_adapters(base, folder: Path):
+    """Return a model with the adapters of a folder in PEFT's format. Without the package, compute what PEFT does.
+
+    base: the model, in fp32. benchmarks/requirements.txt has the version of peft.
+    """
+    from safetensors.torch import load_file
+
+    if importlib.util.find_spec("peft"):
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(base, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    adapters = load_file(folder / "adapter_model.safetensors")
+    for layer in config["target_modules"]:
+        a, b = (adapters.pop(f"base_model.model.{layer}.lora_{matrix}.weight") for matrix in "AB")
+        base.get_submodule(layer).weight.data += config["lora_alpha"] / config["r"] * b @ a
+    assert not adapters
+    return base
+
+
 def inherited() -> dict[str, str]:
     """Return only the caller's basic variables, because its knobs and SLURM_ variables would change the runs."""
     return {name: os.environ[name] for name in INHERITED if name in os.environ}

@@ -194,5 +194,5 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Str
     tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
     model = weight * parameters + min(strategy.tied_heads, 1) * tied_head
     if with_adapters:
-        model = 4 * frozen  # the adapters are merged into fp32 weights
+        model = 4 * (trained + settings.model.save_merged * frozen)  # the adapters, and the merged model, in fp32
     return checkpoint + strategy.tied_heads * tied_head, model

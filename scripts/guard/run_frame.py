@@ -45,7 +45,7 @@ from settings.precision import DTYPES
 from settings.settings import Settings
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
-from tasks import task_of
+from tasks import TRAINED_ON, task_of
 from tasks.task import Task
 
 
@@ -171,6 +171,7 @@ class Run(Start):
 
     def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that the model can be saved, prepare accelerate for sharding, and start to count energy."""
+        setattr(model.config, TRAINED_ON, self.task.name)
         check_saving(model, tokenizer)
         model.generation_config.eos_token_id = self.task.ends(tokenizer)
         if self.settings.trainer.fsdp or self.strategy.degrees.tensor > 1:

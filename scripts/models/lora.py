@@ -10,14 +10,18 @@ DeepSpeed, checkpoints and estimates work as without LoRA.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from shared.errors import WorkshopError
+from shared.json_files import write_json
+from shared.paths import ADAPTER_CONFIG
 
 SCALE = 2  # alpha / rank in the paper's terms, for the usual choice alpha = 2 x rank
 ADAPTERS = ("lora_a", "lora_b")  # the last part of a parameter's name
@@ -72,6 +76,37 @@ def count_adapter_elements(model: nn.Module, rank: int) -> int:
     """Return the number of elements of all adapters, computed from the sizes of the layers."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def save_adapters(weights: dict[str, torch.Tensor], folder: Path, base: str) -> None:
+    """Save the adapters without the model, in fp32, in the format of the library PEFT.
+
+    weights: the complete state dict of a model with adapters. base: name or folder of the model that was frozen.
+    """
+    layers = [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]
+    adapters = {
+        f"base_model.model.{layer}.{name}.weight": weights[f"{layer}.{own_name}"].to("cpu", torch.float32).contiguous()
+        for layer in layers
+        for own_name, name in zip(ADAPTERS, ("lora_A", "lora_B"), strict=True)
+    }
+    rank = len(weights[f"{layers[0]}.lora_a"])
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": SCALE * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": layers,  # whole names, because the last part of a name could also match the head
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(adapters, folder / "adapter_model.safetensors", {"format": "pt"})
+    write_json(folder / ADAPTER_CONFIG, config)
+    # In bf16 and fp16 the frozen base was rounded, and only with this base PEFT computes the same
+    dtype = weights[f"{layers[0]}.weight"].dtype
+    print(f"Adapters saved to {folder} for PEFT; load their base with dtype={dtype}, as in the training", flush=True)
 
 
 def merged_model(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:

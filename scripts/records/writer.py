@@ -30,6 +30,7 @@ from records.schema import (
 )
 from shared.errors import WorkshopError, cannot_be_written, one_line, whole_number
 from shared.files import replace_file
+from shared.paths import saved_model
 
 
 @contextlib.contextmanager
@@ -194,7 +195,7 @@ class RunRecord:
         if rank() != 0:
             return
         remedy = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
-        if (self.output_dir / "config.json").exists():
+        if saved_model(self.output_dir):
             raise WorkshopError(self.output_dir, "holds the model of a finished run", remedy)
         if self.path.exists() and read_record(self.path).status == "completed":
             remedy = "set a new JOB_ID, or move the file away"

@@ -104,6 +104,18 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "use --fsdp or a ZeRO-3 config to shard the model",
         ),
         (
+            not model.save_merged and not model.lora_rank,
+            "save_merged",
+            "False has no effect without LoRA, because there are no adapters to save instead of the model",
+            "leave it out, or set LORA_RANK",
+        ),
+        (
+            not model.save_merged and has_random_weights(model.model_name, model.from_scratch),
+            "save_merged",
+            "False would save nothing, because no adapters are saved for a base that starts with random weights",
+            "leave it out, or train a pretrained model",
+        ),
+        (
             settings.data.padding == "none" and (cut or settings.data.labels == "all"),
             "padding",
             "none cannot be combined with --tensor_parallel or --labels all",

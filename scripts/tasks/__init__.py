@@ -10,6 +10,7 @@ from tasks.task import Columns, Task
 from tasks.text import TEXT
 
 TASKS = (CHAT, PASSAGE, COMPLETION, TEXT)
+TRAINED_ON = "trained_on"  # the field of a saved model's config.json with the name of its kind of data
 
 
 def choose_task(path: str, names: list[str], given: str | None, free: bool, cells: Any) -> tuple[Task, Columns]:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import normalizers
+from transformers import pipeline
 
 from helpers import REPOSITORY, Finished
 from test_models import small_tokenizer
@@ -116,6 +118,22 @@ def test_a_question_to_the_saved_model(train, workplace, overfitted):
     shown = train("shown", *words[:2], "--show", 16, script="scripts/evaluate.py", **first_questions(workplace, 16))
     assert f"question: {question}\n  right answer: {answer}\n  model's answer: {answer}\n" in shown.log
     assert shown.log.count("\nquestion: ") == 16
+
+
+@pytest.mark.promise("your own model and data: from a table to a model that answers")
+def test_a_chat_model_gives_the_answers_of_the_pipeline_of_transformers(train, workplace):
+    knobs = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 25, "BATCH_SIZE": 1, "GRAD_ACC": 1, "PADDING": "longest"}
+    flags = ("--dataset", "data/conversations.jsonl", "--eval_strategy", "no", "--save_strategy", "steps")
+    trained = train("chat", *flags, **knobs)
+    (workplace / "text.txt").write_text("A rank is one process.\n")
+    words = ("--model_name", "output/chat", "What does ZeRO-1 divide over the GPUs?")
+    about = "Question: What does ZeRO-1 divide over the GPUs? Context: A rank is one process. Answer:"
+    generate = pipeline("text-generation", model=str(trained.output), device="cpu", dtype=torch.float32)
+    for name, more, content in (("chat_asked", (), words[-1]), ("about_a_text", ("--context", "text.txt"), about)):
+        asked = train(name, *words, *more, "--max_length", 160, script="scripts/ask.py", MODEL_NAME="")
+        (answer,) = generate([{"role": "user", "content": content}], do_sample=False, max_length=160)
+        text = answer["generated_text"][-1]["content"].strip()
+        assert len(text) > 20 and asked.out == f"{text}\n"
 
 
 def test_a_folder_without_a_model_names_its_last_checkpoint(train, workplace, overfitted):

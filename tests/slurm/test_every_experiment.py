@@ -22,7 +22,11 @@ REFUSED = {
     "full_shard_cpu_offload.json": r"error: .+full_shard_cpu_offload\.json: cpu_offload needs a GPU",
     "fsdp1_full_shard.json": r"error: .+fsdp1_full_shard\.json: FSDP1 needs a GPU",
 }
-OWN_MODEL = {"MODEL_NAME": "tiny-bloom", "DATASET": str(SAMPLE), "MAX_LENGTH": 192, "EVAL_SIZE": 16}
+# The site laptop sets no model for these, and their defaults are on the Hub
+OWN_MODEL = {
+    "own-model/train": {"MODEL_NAME": "tiny-bloom", "DATASET": str(SAMPLE), "MAX_LENGTH": 192, "EVAL_SIZE": 16},
+    "own-model/chat": {"MODEL_NAME": "tiny-bloom"},
+}
 
 
 def shape(script: Path) -> tuple[int, int]:
@@ -45,8 +49,7 @@ def ended(large_lab, request):
     def run(script: Path) -> Job:
         experiment = str(script.parent.relative_to(EXPERIMENTS))
         arguments = ("--cpu", "--rows", "plain", "zero2") if experiment == "gpu-check" else ()
-        # The site laptop sets no model for own-model, and the default is on the Hub
-        own = OWN_MODEL if experiment == "own-model/train" else {}
+        own = OWN_MODEL.get(experiment, {})
         return large_lab.submit(experiment, *arguments, NUM_EPOCHS=1, **own).wait(timeout=3000)
 
     items = (getattr(item, "callspec", None) for item in request.session.items)

@@ -15,7 +15,7 @@ from text_checks.common import read, relative_name
 TABLE = "tests/text_checks/experiment_knobs.yaml"
 ROWS = yaml.safe_load((REPOSITORY / TABLE).read_text())
 ORDER = {knob.variable: place for place, knob in enumerate(KNOBS)}
-TEMPLATE = "own-model/train"  # its users change each knob
+TEMPLATES = ("own-model/train", "own-model/chat")  # their users change each knob
 NOT_TAUGHT = ("demo", "gpu-check", "own-model")  # experiments that no section of the workshop runs
 FIXED = ("MODEL_NAME", "TENSOR_PARALLEL")  # these define an experiment, so no submission may change them
 SETTING = re.compile(r'(?:: "\$\{(\w+):=(.*)\}"|export (\w+)=(\S+))(?: +#.*)?')
@@ -52,7 +52,7 @@ def findings() -> Iterator[str]:
         yield from script_body(script)
         yield from directives(script)
         yield from first_comment(script)
-        if trains(script) and experiment_folder(script) != TEMPLATE:
+        if trains(script) and experiment_folder(script) not in TEMPLATES:
             yield from knobs(script.with_name("env_vars.sh"))
             yield from global_batch(script)
     for row in ROWS:

@@ -1,6 +1,7 @@
 """LoRA: the layers that get adapters, the merged model, and what is refused or warned about."""
 
 import copy
+import json
 from collections.abc import Callable
 
 import pytest
@@ -24,9 +25,9 @@ import evaluate
 from distributed.config_file import read_config_file
 from estimate.model_shape import AliveBytes
 from guard.preconditions import describe_adapters
-from helpers import REPOSITORY
+from helpers import REPOSITORY, add_peft_adapters
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
-from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
+from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model, save_adapters
 from settings.command_line import parse_command_line
 
 RANK = 3
@@ -105,8 +106,21 @@ def test_each_linear_layer_of_the_blocks_gets_adapters_and_the_rest_is_frozen(na
     assert torch.equal(logits(model), logits(base)), "an adapter changes nothing before its first step"
 
 
+# What PEFT 0.21.2 needs, apart from the names of the layers. alpha / r is the scale of 2
+FOR_PEFT = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "org/base",
+    "inference_mode": True,
+    "r": RANK,
+    "lora_alpha": 2 * RANK,
+    "lora_dropout": 0.0,
+    "bias": "none",
+}
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_the_saved_merged_model_computes_what_the_model_with_adapters_does(name: str, tmp_path):
+def test_the_merged_model_and_the_adapters_for_peft_compute_what_the_model_with_adapters_does(name: str, tmp_path):
     base, model = model_with_adapters(name)
     train_adapters(model)
     expected = logits(model)
@@ -121,6 +135,11 @@ def test_the_saved_merged_model_computes_what_the_model_with_adapters_does(name:
     assert saved.generation_config.max_new_tokens == 7
     tied = saved.get_output_embeddings().weight is saved.get_input_embeddings().weight
     assert tied == base.config.tie_word_embeddings
+    save_adapters(model.state_dict(), tmp_path / "adapter", "org/base")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert len(config.pop("target_modules")) == 2 * len(MODELS[name][2])
+    assert config == FOR_PEFT
+    assert torch.allclose(logits(add_peft_adapters(base, tmp_path / "adapter")), expected, rtol=1e-4, atol=1e-5)
     # The live model may still answer questions after it was saved
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(logits(model), expected)

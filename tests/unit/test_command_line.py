@@ -188,6 +188,8 @@ MISTAKES = {
     "--loss chunked --use_liger_kernel": "--use_liger_kernel: has a loss of its own, which would replace --loss",
     "--lora_rank 8 --tensor_parallel 2": "--lora_rank: cannot be combined with --tensor_parallel, which cuts the "
     "layers that get adapters;",
+    "--save_merged False": "--save_merged: False has no effect without LoRA",
+    "--save_merged False --lora_rank 8 --from_scratch": "--save_merged: False would save nothing, because no adapters",
     "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
     "--fsdp --optim adafactor": "--optim: adafactor cannot update shards; use one of adamw_torch_fused, ",
     "--model_name custom-gpt --seq_length 3": "--max_length: 512 is more than the 3 positions of --seq_length; lower",

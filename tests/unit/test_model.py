@@ -154,6 +154,17 @@ FAULTS = {
         lambda folder: replace_in(folder / "config.json", '"n_layer": 1', '"n_layer": "one"'),
         "IN cannot be loaded (",
     ),
+    "only adapters": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "IN has no model, only adapters in PEFT's format; add them to their base with PEFT's merge_and_unload, or",
+    ),
+    "a folder of adapters, without a model": (
+        lambda folder: [
+            (folder / "adapter").mkdir(),
+            (folder / "config.json").rename(folder / "adapter/adapter_config.json"),
+        ],
+        "IN has no model, only adapters in PEFT's format; add them to their base with PEFT's merge_and_unload, or",
+    ),
     "quantised weights": (
         lambda folder: replace_in(folder / "config.json", "{", '{"quantization_config": {"quant_method": "gptq"},'),
         "IN has quantised weights (quantization_config in its config.json), which cannot be trained; use the model",

@@ -12,7 +12,7 @@ import yaml
 
 import report
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
-from report_files import RUNS, RUNS_OF_1_0_0, add_run, cell, table
+from report_files import RUNS, RUNS_OF_1_0_0, add_run, cell, table, write
 from reporting.definitions import load_definitions
 from reporting.report_folder import write_report
 
@@ -77,7 +77,7 @@ def test_every_experiment_has_a_table():
     known = {row.experiment for definition in DEFINITIONS for row in definition.rows}
     folders = {str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENT_SCRIPTS}
     # gpu_check.py writes a table of its own, and own-model is made to be copied
-    assert folders - {"gpu-check", "own-model/train"} <= known
+    assert folders - {"gpu-check", "own-model/train", "own-model/chat"} <= known
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,11 @@ def test_the_summary_of_a_job_is_printed(main_of, capsys):
 
 def test_the_summary_of_a_job_shows_its_last_evaluations(tmp_path, main_of, capsys):
     evaluations = [{"epoch": n, "loss": n / 10} for n in range(1, 23)]
-    main_of(report, "--job", add_run(tmp_path, STAGE, "1", eval=evaluations) / "results/1.json")
+    folder = add_run(tmp_path, STAGE, "1", eval=evaluations, output_dir="output/1")
+    write(folder / "output" / "1" / "adapter" / "adapter_config.json", "{}")  # of a run with SAVE_MERGED=False
+    main_of(report, "--job", folder / "results/1.json")
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-2] == "model:      output/1/adapter"
     shown = [int(epoch) for epoch in re.findall(r"^\| Eval Loss \(Epoch (\d+)\)", printed, re.MULTILINE)]
     assert shown == list(range(3, 23)) and "\nearlier evaluations: 2 rows left out\n" in printed, printed
 

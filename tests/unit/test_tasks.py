@@ -13,6 +13,7 @@ import tasks
 from config import IGNORED, DataArguments
 from data_loader import load_data, load_set, read_part
 from estimate_memory import count_questions
+from helpers import REPOSITORY
 from model import load_tokenizer
 from read_questions import read_file
 from settings.command_line import parse_command_line
@@ -59,6 +60,11 @@ KINDS = {
         None,
         "instruction, input, output (kind: chat); not used: text",
     ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "A model."}]},
+        None,
+        "conversations (kind: chat)",
+    ),
     "lists of messages": ({"prompt": TALK[:1], "completion": TALK[1:]}, None, "prompt, completion (kind: chat)"),
     "a question without a passage": (
         {"id": 1, "Question": "Who?", "Answer": "A model."},
@@ -89,6 +95,15 @@ def test_the_log_says_which_kind_was_recognised_from_which_columns(row, columns,
     reading = read_file(written([row]), columns)
     assert reading.notes == [f"columns of t.jsonl: {line}"]
     assert task_of(list(reading.examples[0])).name == re.search(r"kind: (\w+)", line)[1]
+
+
+def test_each_example_of_the_page_has_the_kind_that_the_page_says(written):
+    page = (REPOSITORY / "data" / "README.md").read_text(encoding="utf-8").partition("## From the file")[0]
+    (table, *blocks) = re.findall(r"^```(?:json|text)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    rows = enumerate("".join(blocks).splitlines())
+    files = [written(table, "t.csv"), *(written(row, f"{i}.jsonl") for i, row in rows)]
+    kinds = [task_of(list(read_file(path).examples[0])).name for path in files]
+    assert kinds == ["passage", "completion", *["chat"] * 5, "text"]
 
 
 def test_answers_that_are_not_a_part_of_the_passage_need_a_knob(written, refusal):

@@ -46,6 +46,12 @@ COMMANDS = [
         {},
         "IN/model: holds the model of a finished run; give another --output_dir",
     ),
+    (
+        "finished run that saved only its adapters",
+        "--model_name tiny-bloom --dataset SAMPLE --output_dir IN/lora",
+        {},
+        "IN/lora: holds the model of a finished run; give another --output_dir",
+    ),
 ]
 
 
@@ -54,8 +60,9 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     words, variables, beginning, main_of, refusal, monkeypatch, tmp_path, sample
 ):
     inputs = tmp_path / "inputs"
-    (inputs / "model").mkdir(parents=True)
-    (inputs / "model" / "config.json").write_text("{}")
+    for path in (inputs / "model" / "config.json", inputs / "lora" / "adapter" / "adapter_config.json"):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
     (inputs / "empty.json").write_text("")
     GPT2Config(vocab_size=100).save_pretrained(inputs / "gpt2")
     literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
