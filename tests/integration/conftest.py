@@ -5,6 +5,7 @@ from `table("plain")`, and it starts a run outside the table with `train`. These
 tests/server.py, where a training run takes seconds. A run that must be a separate command names its launcher.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 
@@ -40,7 +41,7 @@ def make_chats() -> Iterator[dict]:
     """Yield conversations of two questions of the sample, each about one passage."""
     articles = json.loads((REPOSITORY / "data" / "squad_sample.json").read_text())["data"]
     for asked in [passage["qas"] for article in articles for passage in article["paragraphs"]]:
-        for two in zip(asked, asked[1:], strict=False):
+        for two in itertools.pairwise(asked):
             turns = [(("user", each["question"]), ("assistant", each["answers"][0]["text"])) for each in two]
             yield {"messages": [{"role": role, "content": text} for turn in turns for role, text in turn]}
 
