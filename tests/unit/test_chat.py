@@ -24,7 +24,8 @@ WORDS = ("same", " same", "same same\n", "same é\n\nsame", "<think>\nmull\n</th
 
 def with_template(tokenizer, template: str, tokens: list[str]):
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"eos_token": tokens[0], "extra_special_tokens": tokens})
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer.eos_token = tokens[0]
     tokenizer.chat_template = template
     return tokenizer
 
