@@ -99,11 +99,11 @@ def test_the_log_says_which_kind_was_recognised_from_which_columns(row, columns,
 
 def test_each_example_of_the_page_has_the_kind_that_the_page_says(written):
     page = (REPOSITORY / "data" / "README.md").read_text(encoding="utf-8").partition("## From the file")[0]
-    (table, *blocks) = re.findall(r"^```(?:json|text)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (table, squad, *blocks) = re.findall(r"^```(?:json|text)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     rows = enumerate("".join(blocks).splitlines())
-    files = [written(table, "t.csv"), *(written(row, f"{i}.jsonl") for i, row in rows)]
+    files = [written(table, "t.csv"), written(squad, "squad.json"), *(written(row, f"{i}.jsonl") for i, row in rows)]
     kinds = [task_of(list(read_file(path).examples[0])).name for path in files]
-    assert kinds == ["passage", "completion", *["chat"] * 5, "text"]
+    assert kinds == ["passage", "passage", "completion", *["chat"] * 5, "text"]
 
 
 def test_answers_that_are_not_a_part_of_the_passage_need_a_knob(written, refusal):
