@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from workbench import Bench, Running
+from workbench import Bench, Running, command_line
 
 ROW = "full_shard"
 SCRIPT = {"script": "scripts/gpu_check.py", "launcher": "python"}
@@ -55,4 +55,4 @@ def test_no_training_outlives_a_terminated_gpu_check(bench: Bench):
 
 def find_trainings(called: Running) -> list[psutil.Process]:
     children = psutil.Process(called.pids[0]).children(recursive=True)
-    return [child for child in children if any("train.py" in word for word in child.cmdline())]
+    return [child for child in children if "train.py" in command_line(child)]  # a child may just have ended
