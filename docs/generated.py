@@ -341,6 +341,7 @@ def knobs(group: str) -> None:
     rows = []
     for knob in KNOBS:
         if knob.flag in groups[group]:
+            assert knob.meaning, f"scripts/config.py: {knob.variable} has no meaning; write one"
             default = "" if knob.default is None else f"`{knob.default}`"
             may_change = "no" if knob.changes == "training" else "yes"
             rows.append([f"`{knob.variable}`", f"`--{knob.flag}`", default, knob.meaning, may_change])

@@ -2,10 +2,9 @@
 
     python scripts/config.py      # prints a line "VARIABLE --flag default" per knob
 
-If you change a default here, it applies to each run in which no flag and no variable of the submission, the site or
-the experiment sets the knob. Each run prints the source of each value. docs/knobs.md explains the knobs, and
-scripts/settings reads and checks them. This file does not import PyTorch or pydantic, because many programs should not
-wait for them.
+A default counts only if nothing else sets the knob: no flag, and no variable of the submission, the site or the
+experiment. Each run prints the source of each value. docs/knobs.md explains the knobs, and scripts/settings reads and
+checks them. This file does not import PyTorch or pydantic, because many programs should not wait for them.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def number_or_all(text: str) -> int | str:
 
 
 Changes = Literal["training", "work", "nothing"]
-OF_TRANSFORMERS: Final = object()  # as a default: the default of transformers, on which the workshop does not rely
+OF_TRANSFORMERS: Final = object()  # no default here: the one of transformers counts
 NOT_NEGATIVE: Final = Limits()
 COUNT: Final = Limits(at_least=1)
 POSITIVE: Final = Limits(at_least=ABOVE_ZERO)
@@ -47,16 +46,16 @@ POSITIVE: Final = Limits(at_least=ABOVE_ZERO)
 
 @dataclass(frozen=True)
 class Knob:
-    """A flag with all its facts. A flag of transformers that has no row below has the default facts of this class.
+    """A flag with all its facts. A flag of transformers without a row below has the default facts of this class.
 
-    variable: the environment variable, empty if there is only the flag. default: None if it is computed later. meaning:
-    a short text for docs/knobs.md and the help.
+    variable: the environment variable, empty for a flag that is no knob. default: None if it is computed later.
+    meaning: a short text for docs/knobs.md and the help.
 
     changes: what another value changes. training: the losses, so a run that resumes must have the checkpoint's value
     and the rows of a table must have equal values. work: the time or memory of the same training, or its number of
-    steps, so only the rows of a table must have equal values. nothing: what is printed, or where it is stored.
+    steps, so only the rows of a table must have equal values. nothing: only what is printed, or where results are.
 
-    compared_as: the fact that the report compares instead of this flag. only_for: the only --model_name that has this
+    compared_as: what the report compares instead of this flag. only_for: the only --model_name that has this
     knob. parse: reads a value from text, if the field's type cannot.
     """
 
@@ -248,8 +247,8 @@ TRAINER_FLAGS = (
         "nothing",
         Limits(1, below=10**9),
     ),
-    # Without a variable, but with a default on which the workshop relies. Checkpoints and records that are older than a
-    # row had its default
+    # Without a variable, but with a default on which the workshop relies. A checkpoint or a
+    # record from before a row was added ran with the default of the row
     Knob("", "optim", "adamw_torch_fused", compared_as="optimizer"),
     Knob("", "max_steps", -1, changes="work", limits=Limits(1, besides=-1)),  # -1: num_train_epochs counts
     Knob("", "lr_scheduler_type", "linear"),
@@ -289,7 +288,7 @@ CUSTOM_SIZES = tuple(each.flag for each in KNOBS if each.only_for == CUSTOM_GPT)
 
 
 def facts(flag: str) -> Knob:
-    """Return the facts of any flag. One without a row must stay the same when a run resumes, and in a table."""
+    """Return the facts of any flag. A flag without a row counts as one that changes the training."""
     return FLAGS.get(flag, Knob("", flag))
 
 

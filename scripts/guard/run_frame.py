@@ -1,4 +1,4 @@
-"""Guard a training run, in this order: settings, process group, checkpoint, checks, run record, and the end.
+"""The frame of a training run: its settings, process group, checkpoint, checks and run record, and how it ends.
 
 train.py shows the training itself. Participants of the workshop need not read this file.
 """
@@ -51,10 +51,10 @@ from tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Facts of a training run that are known before its data.
+    """Facts of a training run that are known before its data is loaded.
 
-    checkpoint: the folder to resume from, None for a new training. meta_model: the model on PyTorch's meta device,
-    which has shapes but no memory for weights.
+    args: built from the settings. checkpoint: the folder to resume from, None for a new training. meta_model: the
+    model on PyTorch's meta device, which has shapes but no memory for weights.
     """
 
     settings: Settings

@@ -13,9 +13,9 @@ class Optimizer:
     """An optimizer.
 
     algorithm: runs with the same algorithm are comparable. state: what it keeps for each trained parameter in fp32,
-    empty if that is unknown. state_bytes: the bytes of this state; an unknown state counts as AdamW's. shown: the
-    classes that may run, as the audit shows them; empty if the audit does not check them. shardable: False if it cannot
-    update shards of parameters.
+    empty if that is unknown. state_bytes: the bytes of this state; an unknown state counts as AdamW's. To
+    measure them, divide optimizer_state by the parameters in the record of a run. shown: the classes that may run, as
+    the audit shows them. shardable: False if it cannot update shards of parameters.
     """
 
     algorithm: str
@@ -30,7 +30,7 @@ ADAMW_FUSED = replace(ADAMW, shown=("AdamW (torch, fused)",))
 ADAMW_OF_DEEPSPEED = replace(  # on a GPU, on the CPU, and on the CPU with ZenFlow
     ADAMW, shown=("FusedAdam (deepspeed)", "DeepSpeedCPUAdam (deepspeed)", "ZenFlowCPUAdam (deepspeed)")
 )
-BY_FLAG = {  # values of --optim
+BY_FLAG = {  # values of --optim that need no further package
     "adamw_torch_fused": ADAMW_FUSED,
     "adamw_torch": ADAMW,
     # Its state has a row and a column for each matrix, but not for a shard, which is no matrix

@@ -131,6 +131,7 @@ def test_another_optimizer_ends_the_run_unless_the_workshop_does_not_know_it(fla
     settings = replace(settings, trainer=replace(settings.trainer, optim=flag))
     trainer.optimizer.optimizer = torch.optim.Adam(trainer.model.parameters())
     if flag in BY_FLAG:
+        assert BY_FLAG[flag].shown, "a row without its class; write the one that the audit shows"
         line = f"knob audit: optimizer: {BY_FLAG[flag].shown[0]} was requested, Adam (torch) is what would run;"
         assert line in refusal(run_audit, trainer, settings, code=3)
     else:
