@@ -73,7 +73,10 @@ def load_data(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, trai
     evaluation, others = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
     read_files.cache_clear()  # the training needs the memory
     if data_args.eval_dataset:
-        task = task_of(train.column_names)
+        task, other = task_of(train.column_names), task_of(evaluation.column_names)
+        if task is not other:
+            what = f"has the kind {other.name}, but --dataset has the kind {task.name}"
+            raise WorkshopError("--eval_dataset", what, "give data of one kind")
         trained = {*map(task.unit_of, train.remove_columns(TOKENS))}
         if shared := sum(task.unit_of(row) in trained for row in evaluation.remove_columns(TOKENS)):
             what = f"are about a {task.unit} of" if task.group else "are also in"
