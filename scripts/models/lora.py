@@ -90,20 +90,22 @@ def save_adapters(weights: dict[str, torch.Tensor], folder: Path, base: str) -> 
         for own_name, name in zip(ADAPTERS, ("lora_A", "lora_B"), strict=True)
     }
     rank = len(weights[f"{layers[0]}.lora_a"])
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": SCALE * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": layers,  # whole names, because the last part of a name could also match the head
-    }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(adapters, folder / "adapter_model.safetensors", {"format": "pt"})
-    write_json(folder / ADAPTER_CONFIG, config)
+    write_json(
+        folder / ADAPTER_CONFIG,
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": SCALE * rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": layers,  # whole names, because the last part of a name could also match the head
+        },
+    )
     # In bf16 and fp16 the frozen base was rounded, and only with this base PEFT computes the same
     dtype = weights[f"{layers[0]}.weight"].dtype
     print(f"Adapters saved to {folder} for PEFT; load their base with dtype={dtype}, as in the training", flush=True)
