@@ -14,6 +14,7 @@ from workbench import Bench
 SOLUTION = "exercises/solution/data_parallel.py"
 SHARD = "exercises/solution/shard.py"
 PIPELINE = "exercises/solution/pipeline.py"
+RING = "exercises/solution/ring.py"
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,14 @@ def test_the_finished_exercises_are_right(python):
     right, following = done.out.split("All is right. ")
     assert (done.code, right) == (0, gaps + together), done
     assert following.endswith(f"torchrun --nproc_per_node=4 {PIPELINE} --schedule 1f1b\n")
+    done = python("exercises/check.py", RING)
+    together = "".join(f"output, gradients and bytes on {ranks} ranks: right\n" for ranks in (1, 2, 3, 4))
+    right, following = done.out.split("All is right. ")
+    assert (done.code, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
+    assert following.endswith(f"docs/long-texts.md:\n    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 {RING}\n")
 
 
-@pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6)])
+@pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6), (RING, 4)])
 def test_an_exercise_differs_from_its_solution_only_in_open_gaps(python, solution, gaps):
     exercise = solution.replace("solution/", "")
     done = python("exercises/check.py", exercise)
@@ -103,6 +109,7 @@ WRONG = [
     (PIPELINE, "ahead = min(micro_batches, world - rank)", "ahead = min(micro_batches, world)", 5,
      r"wrong: rank 0: order for rank 1 of 2 with 3 micro batches: entry 2 of the order is \('forward', 1\) "
      r"instead of \('backward', 0\)"),
+    (RING, "return (rank - turn) % world", 'raise NotImplementedError("gap 2")', 2, r"open: owner_of_block\(\)"),
 ]  # fmt: skip
 
 
@@ -198,30 +205,124 @@ WRONG_SHARD = {
         rf"the gradient of the part is {NUMBERS} instead of {NUMBERS}: "
         "this is the sum over the ranks; divide it by self.world"),
 }  # fmt: skip
-# Run one check for each file, with one start of Python
+# Each case: a correct text of the solution of ring.py, a wrong replacement, the gap's number, and the check's message
+SCALED = """    total = first.total * scales[0] + second.total * scales[1]
+    output = first.output * scales[0] + second.output * scales[1]
+"""
+EARLIER = "Pair(own, other, own == other) for own in own_pieces for other in other_pieces if other <= own"
+LAST_TURN = "    of_keys, of_values = ring.pass_on(block[2:])\n"
+WRONG_RING = {
+    "merge without rescaling": (
+        SCALED, SCALED.replace(" * scales[0]", "").replace(" * scales[1]", ""), "gap 1",
+        r"wrong: .* adds total and output without rescaling, .* multiply total and output of each part by exp\(its .*"),
+    "maximum of one part": (
+        "torch.maximum(first.maximum, second.maximum)", "first.maximum", "gap 1",
+        r"wrong: .* the new maximum is that of the first part only. .*; use torch.maximum\(\)"),
+    "one maximum for all rows": (
+        "torch.maximum(first.maximum, second.maximum)",
+        "torch.maximum(first.maximum, second.maximum).max().expand_as(first.maximum)", "gap 1",
+        r"wrong: .* all rows get the same maximum; each row needs its own, .*"),
+    "exp without a maximum": (
+        "    scales = [(part.maximum - maximum).exp() for",
+        "    maximum = torch.zeros_like(maximum)\n    scales = [part.maximum.exp() for", "gap 1",
+        r"wrong: .* merge\(\) is right for small scores, but exp\(1000\) is infinite; .*, which is at most 1"),
+    "log-sum-exp without the maximum": (
+        "partial.maximum + partial.total.log()", "partial.total.log()", "gap 1",
+        r"wrong: .* log_sum_exp\(\) is without the maximum: .*"),
+    "log-sum-exp of large numbers": (
+        "partial.maximum + partial.total.log()", "(partial.maximum.exp() * partial.total).log()", "gap 1",
+        r"wrong: .* log_sum_exp\(\) is right for small scores, but exp\(\) of a score of 1,000 is infinite; .*"),
+    "blocks from the wrong side": (
+        "(rank - turn) % world", "(rank + turn) % world", "gap 2",
+        "wrong: .* in a ring of 3 ranks, after 1 turns, rank 0 has the block of rank 2, not of rank 1; .*"),
+    "own block not cut": (
+        EARLIER, EARLIER.replace("own == other", "False"), "gap 2",
+        r"wrong: .* Pair\(0, 0\) is not cut, so a query would see later tokens of its own piece"),
+    "rank and owner swapped": (
+        EARLIER, EARLIER.replace("if other <= own", "if own <= other"), "gap 2",
+        r"wrong: .* Pair\(1, 0\) is missing, but piece 1 sees piece 0; are rank and owner swapped\?"),
+    "later blocks are seen": (
+        EARLIER, EARLIER.replace(" if other <= own", ""), "gap 2",
+        "wrong: .* piece 1 is later than piece 0, so its queries would see later tokens; skip this pair"),
+    "later blocks are hidden but computed": (
+        EARLIER, EARLIER.replace(" if other <= own", "").replace("own == other", "own <= other"), "gap 2",
+        "wrong: .* so the result is right, but the work is wasted; skip this pair"),
+    "all ranks send first": (
+        "    message = dist.isend(block, following)\n", "    message = dist.Work()\n    dist.send(block, following)\n",
+        "gap 2", "hangs: .* Do two ranks send to each other while neither receives\\?"),
+    "softmax of one block": (
+        "(scores - lse).exp()", "scores.softmax(-1)", "gap 3",
+        r"wrong: .* the weights are the softmax of this block only, .*; use exp\(scores - lse\)"),
+    "scores scaled twice": (
+        "(scores - lse).exp()", "(scores / keys.shape[-1] ** 0.5 - lse).exp()", "gap 3",
+        "wrong: .* the scores are divided by the root of the head size, but they already are; .*"),
+    "gradients scaled twice": (
+        "root = keys.shape[-1] ** 0.5", "root = keys.shape[-1]", "gap 3",
+        "wrong: .* the gradient of the queries is divided by the root of the head size twice"),
+    "no delta": (
+        "(gradient @ values.mT - delta)", "(gradient @ values.mT)", "gap 3",
+        "wrong: .* in the gradient of the scores delta is missing"),
+    "one turn too few": (
+        LAST_TURN, LAST_TURN.replace("ring.pass_on(block[2:])", "block[2:]"), "gap 4",
+        r"wrong: rank (\d): the gradient of the keys is that of rank (?!\1)\d: one turn is missing. .*"),
+    "gradients stay": (
+        "            block = ring.pass_on(block)\n" + LAST_TURN,
+        "            block = torch.cat((ring.pass_on(block[:2]), block[2:]))\n    of_keys, of_values = block[2:]\n",
+        "gap 4", "wrong: .* the gradient of the keys lacks what other ranks have computed: .* must travel with .*"),
+    "keys travel for nothing": (
+        LAST_TURN, LAST_TURN.replace("ring.pass_on(block[2:])", "ring.pass_on(block)[2:]"), "gap 4",
+        "wrong: .* the gradients are right, but .* after the last turn nobody reads the keys and values, .*"),
+}  # fmt: skip
+# Run one check for each file, with one start of Python. The solution that hangs need not hang for long
 RUN_CHECKS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, "exercises")
 import check
-checks = {f"gap {number}": each for number, each in enumerate(check.SHARD, start=1)}
-checks["losses and bytes on 2 ranks"] = check.check_sharded_training
-for line, file in zip(sys.argv[1::2], sys.argv[2::2]):
-    print(check.run_check(checks[line], check.load(Path(file)), check.WORLD))
+table = getattr(check, sys.argv[1])
+checks = {f"gap {number}": each for number, each in enumerate(table.items(), start=1)}
+checks["losses and bytes on 2 ranks"] = check.check_sharded_training, check.WORLD
+for line, file in zip(sys.argv[2::2], sys.argv[3::2]):
+    check.TIMEOUT = 2 if "all ranks send first" in file else 20
+    function, world = checks[line]
+    print(check.run_check(function, check.load(Path(file)), world))
 """
 
 
-def test_check_names_each_typical_mistake_in_shard(tmp_path):
-    text = (REPOSITORY / SHARD).read_text()
-    words = []
-    for name, (right, wrong, line, _) in WRONG_SHARD.items():
+@pytest.mark.parametrize(("solution", "table", "cases"), [(SHARD, "SHARD", WRONG_SHARD), (RING, "RING", WRONG_RING)])
+def test_check_names_each_typical_mistake(tmp_path, solution, table, cases):
+    text = (REPOSITORY / solution).read_text()
+    words = [table]
+    for name, (right, wrong, line, _) in cases.items():
         assert text.count(right) == 1, name
         (tmp_path / f"{name}.py").write_text(text.replace(right, wrong))
         words += [line, tmp_path / f"{name}.py"]
     done = command("-c", RUN_CHECKS, *words)
-    found = dict(zip(WRONG_SHARD, done.stdout.splitlines(), strict=True))
-    for name, (_, _, _, message) in WRONG_SHARD.items():
-        assert re.fullmatch(rf"wrong: rank \d: {message}", found[name]), found[name]
+    found = dict(zip(cases, done.stdout.splitlines(), strict=True))
+    for name, (_, _, _, message) in cases.items():
+        prefix = r"wrong: rank \d: " if solution == SHARD else ""
+        assert re.fullmatch(prefix + message, found[name]), found[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_ring_counts_what_the_formulas_say(python, ranks):
+    done = python(RING, "--tokens", 50, processes=ranks)
+    counted = re.findall(r"^\S.*? ([\d,]+)   formula +([\d,]+) = ", done.out, re.MULTILINE)
+    assert len(counted) == (4 if ranks == 1 else 8) and all(each == formula for each, formula in counted), done
+    shares = re.findall(r": +((?:[\d.]+% ?)+)", done.out)
+    assert [share.split() for share in shares[::2]] == [share.split() for share in shares[1::2]] and len(shares) == 4
+    differences = re.findall(r"one process: +(\S+)$", done.out, re.MULTILINE)
+    assert len(differences) == 2 and all(float(each) < 1e-12 for each in differences), done
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_gpt_with_ring_attention_learns_what_it_learns_in_one_process(python, ranks):
+    done = python("tests/commands/ring_in_gpt.py", processes=ranks)
+    found = re.findall(r"^loss (\S+) gradients (\S+) sent (\d+)$", done.out, re.MULTILINE)
+    assert done.code == 0 and len(found) == 2 * ranks, done
+    assert all(float(each) < 1e-5 for loss, gradients, _ in found for each in (loss, gradients)), done
+    # fp32, two layers of hidden size 64: forward 2 (n - 1), backward 4 n - 2 tensors of 2048 / n tokens
+    assert {int(sent) for *_, sent in found} == {4 * 2 * 64 * 2048 // ranks * (6 * ranks - 4)}
 
 
 def losses(done: Finished) -> list[float]:
