@@ -733,7 +733,7 @@ def check_owners(exercise: ModuleType, world: int) -> None:
 
 def check_pairs(found: list, own: list[int], other: list[int]) -> None:
     place = f"own pieces {own}, pieces {other} of the owner"
-    pairs = {(pair[0], pair[1]): pair[2] for pair in found}
+    pairs = {(pair.own, pair.other): pair.cut for pair in found}
     for query, key in pairs:
         assert query in own and key in other, (
             f"{place}: Pair({query}, {key}) has own and other swapped; own is the piece of the queries, other is the "
