@@ -659,7 +659,8 @@ def check_merge(exercise: ModuleType, rank: int) -> None:
     first = exercise.attend(scores[:, :3], values[:3])
     second = exercise.attend(scores[:, 3:], values[3:])
     merged = exercise.merge(first, second)
-    assert isinstance(merged, exercise.Partial), f"merge() returns {merged}; return Partial(maximum, total, output)"
+    kind = type(merged).__name__
+    assert isinstance(merged, exercise.Partial), f"merge() returns a {kind}; return Partial(maximum, total, output)"
     right = torch.isclose(merged.output / merged.total, scores.softmax(-1) @ values).all(dim=1)
     right &= torch.isclose(merged.maximum + merged.total.log(), scores.logsumexp(-1, keepdim=True))[:, 0]
     assert right.all(), explain_merge(merged, first, second, small_is_right=right[0])
@@ -727,8 +728,8 @@ def check_owners(exercise: ModuleType, world: int) -> None:
             reason = "the blocks move to higher ranks, so those that arrive come from lower ranks: subtract the turns"
         elif found == (turn - rank) % world:
             reason = "rank and turn are swapped: subtract the turns from the rank"
-        place = f"in a ring of {world} ranks, after {turn} turns, rank {rank}"
-        assert found == expected, f"{place} has the block of rank {expected}, not of rank {found}; {reason}"
+        call = f"owner_of_block(turn={turn}, rank={rank}, world={world})"
+        assert found == expected, f"{call} returns {found} instead of {expected}; {reason}"
 
 
 def check_pairs(found: list, own: list[int], other: list[int]) -> None:
@@ -808,15 +809,20 @@ def check_ring_backward(exercise: ModuleType, rank: int) -> None:
         found = exercise.ring_backward(ring, *own, output, lse, ring.own_part(gradient))
         sent, twice = ring.sent - sent, ring.computed
         right = (4 * world - 2) * own[1].nbytes
-        neighbour = solution.Ring((rank + 1) % world, world, zigzag=zigzag)
+        following, previous = (rank + 1) % world, (rank - 1) % world
+        assert len(found) == 3, (
+            f"ring_backward() returns {len(found)} tensors; return those of queries, keys and values"
+        )
         for name, each, whole in zip(("queries", "keys", "values"), found, expected[1:], strict=True):
-            reason = "differs from that of one process"
-            if torch.allclose(each, neighbour.own_part(whole)):
+            reason = "differs from that of one process; it is the sum over the pairs of all turns"
+            if torch.allclose(each, solution.Ring(following, world, zigzag=zigzag).own_part(whole)):
                 reason = (
-                    f"is that of rank {neighbour.rank}: one turn is missing. After the last turn the gradients are one "
-                    "rank away from their owner; pass them on once more"
+                    f"is that of rank {following}: one turn is missing. After the last turn the gradients are one rank "
+                    "away from their owner; pass them on once more"
                 )
-            elif sent <= right / 2:
+            elif torch.allclose(each, solution.Ring(previous, world, zigzag=zigzag).own_part(whole)):
+                reason = f"is that of rank {previous}: one turn too many"
+            elif name != "queries" and sent <= right / 2:
                 reason = (
                     f"lacks what other ranks have computed: the rank sends only {sent} bytes instead of {right}. The "
                     "gradients must travel with the keys and values to which they belong"

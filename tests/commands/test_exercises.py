@@ -234,7 +234,7 @@ WRONG_RING = {
         r"wrong: .* log_sum_exp\(\) is right for small scores, but exp\(\) of a score of 1,000 is infinite; .*"),
     "blocks from the wrong side": (
         "(rank - turn) % world", "(rank + turn) % world", "gap 2",
-        "wrong: .* in a ring of 3 ranks, after 1 turns, rank 0 has the block of rank 2, not of rank 1; .*"),
+        r"wrong: .* owner_of_block\(turn=1, rank=\d, world=3\) returns \d instead of \d; .*: subtract the turns"),
     "own block not cut": (
         EARLIER, EARLIER.replace("own == other", "False"), "gap 2",
         r"wrong: .* Pair\(0, 0\) is not cut, so a query would see later tokens of its own piece"),
