@@ -3,10 +3,11 @@
     python exercises/check.py                                    # checks exercises/data_parallel.py
     python exercises/check.py exercises/shard.py
     python exercises/check.py exercises/pipeline.py
+    python exercises/check.py exercises/ring.py
     python exercises/check.py exercises/solution/pipeline.py     # any file with the same functions
 
-A gap that nobody has touched is open. If a gap needs another gap that is open, its line names that gap. The exit code
-is 0 when all gaps are right.
+A gap that nobody has touched is open. If a gap has several functions, its line names the open ones. If a gap needs
+another gap that is open, its line names that gap. The exit code is 0 when all gaps are right.
 """
 
 import argparse
@@ -51,20 +52,26 @@ def main() -> None:
             f"{arguments.file}: there is no such Python file; leave the file out to check exercises/data_parallel.py"
         )
     exercise = load(arguments.file)
-    untouched = untouched_gaps(arguments.file.read_text())
+    gaps = gap_functions(arguments.file.read_text())
     if hasattr(exercise, "own_layers"):
         checks, together, title, worlds = PIPELINE, check_training, "losses and gradients", (2, 3, 4)
         ranks, flags, page = 4, " --schedule 1f1b", "docs/pipeline.md"
     elif hasattr(exercise, "ShardedLinear"):
         checks, together, title, worlds = SHARD, check_sharded_training, "losses and bytes", (2, 4)
         ranks, flags, page = 2, "", "docs/ddp.md"
+    elif hasattr(exercise, "RingAttention"):
+        checks, together, title, worlds = RING, check_ring_attention, "output, gradients and bytes", (1, 2, 3, 4)
+        ranks, flags, page = 4, "", "docs/long-texts.md"
     else:
         checks, together, title, worlds = DATA_PARALLEL, None, "", ()
         ranks, flags, page = 2, " --zero1", "docs/by-hand.md"
 
     results = []
     for number, (check, world) in enumerate(checks.items(), start=1):
-        results.append("open" if number in untouched else run_check(check, exercise, world))
+        functions = gaps.get(number, {})
+        still_open = [f"{name}()" for name, is_open in functions.items() if is_open]
+        result = "open" if functions and all(functions.values()) else run_check(check, exercise, world)
+        results.append(f"open: {', '.join(still_open)}" if result == f"open (gap {number})" else result)
         print(f"gap {number}: {results[-1]}", flush=True)
     if set(results) == {"right"}:
         for world in worlds:
@@ -76,17 +83,18 @@ def main() -> None:
     print(f"    OMP_NUM_THREADS=1 torchrun --nproc_per_node={ranks} {arguments.file}{flags}")
 
 
-def untouched_gaps(text: str) -> set[int]:
-    """Return the numbers of the gaps that have the code with which the exercise begins."""
-    untouched = set()
+def gap_functions(text: str) -> dict[int, dict[str, bool]]:
+    """Return the functions of each gap: True for a function with the code with which the exercise begins."""
+    gaps = {}
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef):
             gap = re.match(r"Gap (\d)", ast.get_docstring(function) or "")
             code = [ast.unparse(statement) for statement in function.body[1:]]
-            # dist.send is the beginning of gap 6 of the pipeline, which works but hangs with 1F1B
-            if gap and code in ([f"raise NotImplementedError('gap {gap[1]}')"], ["dist.send(tensor, other)"]):
-                untouched.add(int(gap[1]))
-    return untouched
+            if gap:
+                # dist.send is the beginning of gap 6 of the pipeline, which works but hangs with 1F1B
+                is_open = code in ([f"raise NotImplementedError('gap {gap[1]}')"], ["dist.send(tensor, other)"])
+                gaps.setdefault(int(gap[1]), {})[function.name] = is_open
+    return gaps
 
 
 def load(path: Path) -> ModuleType:
@@ -145,7 +153,7 @@ def run_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     # Gap 1 of data_parallel.py creates the process group itself. The other checks of this list need none.
-    if check not in (check_join, check_own_rows, check_own_part, check_shard):
+    if check not in (check_join, check_own_rows, check_own_part, check_shard, check_merge, check_attend_backward):
         dist.init_process_group("gloo")
     try:
         check(exercise, rank)
@@ -634,6 +642,222 @@ def check_training(exercise: ModuleType, rank: int) -> None:
 
 
 PIPELINE = {check_own_layers: 1, check_forward: 3, check_backward: 3, check_gpipe: 2, check_1f1b: 1, check_send: 2}
+
+
+# exercises/ring.py
+
+
+def solution_of_ring() -> ModuleType:
+    return load(HERE / "solution" / "ring.py")
+
+
+def check_merge(exercise: ModuleType, rank: int) -> None:
+    torch.manual_seed(0)
+    # The scores of each row have two parts, which begin at these numbers. exp(1000) is infinite
+    begins = torch.tensor([[0.0, 1.0], [0.0, 1000.0], [1000.0, 0.0], [-1000.0, -999.0]], dtype=torch.float64)
+    scores, values = begins.repeat_interleave(3, dim=1) + torch.randn(4, 6), torch.randn(6, 2, dtype=torch.float64)
+    first = exercise.attend(scores[:, :3], values[:3])
+    second = exercise.attend(scores[:, 3:], values[3:])
+    merged = exercise.merge(first, second)
+    kind = type(merged).__name__
+    assert isinstance(merged, exercise.Partial), f"merge() returns a {kind}; return Partial(maximum, total, output)"
+    right = torch.isclose(merged.output / merged.total, scores.softmax(-1) @ values).all(dim=1)
+    right &= torch.isclose(merged.maximum + merged.total.log(), scores.logsumexp(-1, keepdim=True))[:, 0]
+    assert right.all(), explain_merge(merged, first, second, small_is_right=right[0])
+    found, expected = exercise.log_sum_exp(second), scores[:, 3:].logsumexp(-1, keepdim=True)
+    assert not torch.allclose(found, second.total.log()), (
+        "log_sum_exp() is without the maximum: total is the sum of exp(score - maximum), so add the maximum to its "
+        "logarithm"
+    )
+    assert found.isfinite().all(), (
+        "log_sum_exp() is right for small scores, but exp() of a score of 1,000 is infinite; add the maximum to the "
+        "logarithm of total"
+    )
+    assert torch.allclose(found, expected), f"log_sum_exp() returns {found.flatten()} instead of {expected.flatten()}"
+
+
+def explain_merge(merged: tuple, first: tuple, second: tuple, *, small_is_right: bool) -> str:
+    remedy = "multiply total and output of each part by exp(its maximum - new maximum)"
+    for name, part in (("first", first), ("second", second)):
+        if torch.equal(merged.maximum, part.maximum):
+            return (
+                f"the new maximum is that of the {name} part only. This is right for small scores, but exp(score - "
+                "maximum) is infinite where the other part has a score of 1,000; use torch.maximum()"
+            )
+    if small_is_right:
+        return f"merge() is right for small scores, but exp(1000) is infinite; {remedy}, which is at most 1"
+    if len(merged.maximum.unique()) == 1:
+        return "all rows get the same maximum; each row needs its own, so use torch.maximum()"
+    added = [name for name in ("total", "output") if torch.allclose(*plain_sum(name, merged, first, second))]
+    if added:
+        return f"merge() adds {' and '.join(added)} without rescaling, but the parts have different maxima; {remedy}"
+    return f"the softmax of both parts together is wrong; {remedy}, then add them"
+
+
+def plain_sum(name: str, merged: tuple, first: tuple, second: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    return getattr(merged, name), getattr(first, name) + getattr(second, name)
+
+
+def check_ring(exercise: ModuleType, rank: int) -> None:
+    for world in (1, 2, 3, 4):
+        check_owners(exercise, world)
+        for zigzag in (False, True):
+            pieces = exercise.Ring(0, world, zigzag=zigzag).pieces
+            for own, other in itertools.product(map(pieces, reversed(range(world))), repeat=2):
+                check_pairs(exercise.needed_pairs(own, other), own, other)
+    world = dist.get_world_size()
+    block = torch.full((2, 3), float(rank))
+    following, previous = (rank + 1) % world, (rank - 1) % world
+    found = exercise.exchange(block, following, previous)
+    assert torch.all(block == rank), (
+        "exchange() has changed the block that it sends; receive into a new tensor, torch.empty_like(block)"
+    )
+    assert isinstance(found, torch.Tensor), f"exchange() returns {found} instead of the block that it has received"
+    names = {rank: "its own block", following: "the block of the rank `following`"}
+    assert torch.all(found == previous), (
+        f"exchange() returns {names.get(found.flatten()[0].item(), 'other numbers')} instead of the block of the rank "
+        "`previous`"
+    )
+
+
+def check_owners(exercise: ModuleType, world: int) -> None:
+    for turn, rank in itertools.product(range(world), repeat=2):
+        found, expected = exercise.owner_of_block(turn, rank, world), (rank - turn) % world
+        reason = "each turn brings the block of the rank before"
+        if found == (rank + turn) % world:
+            reason = "the blocks move to higher ranks, so those that arrive come from lower ranks: subtract the turns"
+        elif found == (turn - rank) % world:
+            reason = "rank and turn are swapped: subtract the turns from the rank"
+        call = f"owner_of_block(turn={turn}, rank={rank}, world={world})"
+        assert found == expected, f"{call} returns {found} instead of {expected}; {reason}"
+
+
+def check_pairs(found: list, own: list[int], other: list[int]) -> None:
+    place = f"own pieces {own}, pieces {other} of the owner"
+    pairs = {(pair.own, pair.other): pair.cut for pair in found}
+    for query, key in pairs:
+        assert query in own and key in other, (
+            f"{place}: Pair({query}, {key}) has own and other swapped; own is the piece of the queries, other is the "
+            "piece of the keys"
+        )
+    for query, key in itertools.product(own, other):
+        assert (query, key) in pairs or key > query, (
+            f"{place}: Pair({query}, {key}) is missing, but piece {query} sees piece {key}; are rank and owner swapped?"
+        )
+    for (query, key), cut in pairs.items():
+        assert cut or key != query, (
+            f"{place}: Pair({query}, {key}) is not cut, so a query would see later tokens of its own piece"
+        )
+        assert cut or key < query, (
+            f"{place}: piece {key} is later than piece {query}, so its queries would see later tokens; skip this pair"
+        )
+        assert key <= query, (
+            f"{place}: piece {key} is later than piece {query}. All of these scores would be hidden, so the result is "
+            "right, but the work is wasted; skip this pair"
+        )
+    assert len(found) == len(pairs), f"{place}: a pair is there twice, so its keys would count twice"
+
+
+def check_attend_backward(exercise: ModuleType, rank: int) -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(4, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    queries[:, 0], keys[:, 0] = 50, keys[:, 0] / 50 + 40  # makes all scores about 1,000
+    values, gradient = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    scores = queries @ keys.mT / 2
+    lse, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ values
+    keys, values, scores = keys[3:], values[3:], scores[:, 3:]  # the block has half of the keys
+    arguments = (scores, lse, output, gradient, queries, keys, values)
+    expected = solution_of_ring().attend_backward(*arguments)
+    found = exercise.attend_backward(*arguments)
+    weights, of_weights = (scores - lse).exp(), gradient @ values.mT
+    assert all(each.isfinite().all() for each in found), (
+        "a gradient is not finite, because exp() of a score of 1,000 is infinite; subtract lse before you call exp()"
+    )
+    for wrong, reason in (
+        (scores.softmax(-1), "the weights are the softmax of this block only, but the other blocks' keys count, too"),
+        ((scores / 2 - lse).exp(), "the scores are divided by the root of the head size, but they already are"),
+    ):
+        assert not torch.allclose(found[2], wrong.mT @ gradient), f"{reason}; use exp(scores - lse)"
+    for delta, reason in (
+        (0, "delta is missing"),
+        ((weights * of_weights).sum(-1, keepdim=True), "delta is that of this block only; use the complete output"),
+    ):
+        wrong = weights * (of_weights - delta) @ keys / 2
+        assert not torch.allclose(found[0], wrong), f"in the gradient of the scores {reason}"
+    for name, each, right in zip(("queries", "keys", "values"), found, expected, strict=True):
+        assert each.shape == right.shape, (
+            f"the gradient of the {name} has the shape {tuple(each.shape)} instead of {tuple(right.shape)}"
+        )
+        reason = "differs from that of one process"
+        if torch.allclose(each, right * 2):
+            reason = "is not divided by the root of the head size"
+        elif torch.allclose(each, right / 2):
+            reason = "is divided by the root of the head size twice"
+        assert torch.allclose(each, right), f"the gradient of the {name} {reason}"
+
+
+def check_ring_backward(exercise: ModuleType, rank: int) -> None:
+    solution, world = solution_of_ring(), dist.get_world_size()
+    for name in ("merge", "log_sum_exp", "owner_of_block", "needed_pairs", "exchange", "attend_backward"):
+        setattr(exercise, name, getattr(solution, name))  # so that a mistake in another gap does not fail this one
+    inputs, expected, gradient = solution.attend_whole(12)
+    for zigzag in (False, True):
+        ring = exercise.Ring(rank, world, zigzag=zigzag)
+        own = [ring.own_part(tensor.detach()) for tensor in inputs]
+        output, lse = solution.ring_forward(ring, *own)
+        sent, computed = ring.sent, ring.computed
+        found = exercise.ring_backward(ring, *own, output, lse, ring.own_part(gradient))
+        sent, twice = ring.sent - sent, ring.computed
+        right = (4 * world - 2) * own[1].nbytes
+        following, previous = (rank + 1) % world, (rank - 1) % world
+        assert len(found) == 3, (
+            f"ring_backward() returns {len(found)} tensors; return those of queries, keys and values"
+        )
+        for name, each, whole in zip(("queries", "keys", "values"), found, expected[1:], strict=True):
+            reason = "differs from that of one process; it is the sum over the pairs of all turns"
+            if torch.allclose(each, solution.Ring(following, world, zigzag=zigzag).own_part(whole)):
+                reason = (
+                    f"is that of rank {following}: one turn is missing. After the last turn the gradients are one rank "
+                    "away from their owner; pass them on once more"
+                )
+            elif torch.allclose(each, solution.Ring(previous, world, zigzag=zigzag).own_part(whole)):
+                reason = f"is that of rank {previous}: one turn too many"
+            elif name != "queries" and sent <= right / 2:
+                reason = (
+                    f"lacks what other ranks have computed: the rank sends only {sent} bytes instead of {right}. The "
+                    "gradients must travel with the keys and values to which they belong"
+                )
+            assert torch.allclose(each, ring.own_part(whole)), f"the gradient of the {name} {reason}"
+        assert twice == 2 * computed, (
+            f"the gradients are right, but the backward pass computes {twice - computed} scores, and the forward pass "
+            f"{computed}; compute only the needed_pairs()"
+        )
+        assert sent == right, (
+            f"the gradients are right, but the rank sends {sent} bytes instead of {right}: after the last turn nobody "
+            "reads the keys and values, so pass on only their gradients"
+        )
+
+
+def check_ring_attention(exercise: ModuleType, rank: int) -> None:
+    world = dist.get_world_size()
+    for zigzag, tokens in itertools.product((False, True), (24, 29)):
+        ring = exercise.Ring(rank, world, zigzag=zigzag)
+        found = exercise.run_ring(ring, tokens)
+        place = f"with {tokens} tokens{' and zigzag' if zigzag else ''}"
+        assert found["difference"] < 1e-12, (
+            f"{place} the output or a gradient differs from that of one process by {found['difference']:.1e}"
+        )
+        pieces = len(ring.pieces(rank))
+        piece = -(-tokens // (world * pieces))
+        keys = 8 * exercise.HEADS * exercise.HEAD_SIZE * piece * pieces  # bytes
+        blocks = 2 * world + 1 if zigzag else rank + 1
+        right = {"computed": blocks * exercise.HEADS * piece**2, "largest": exercise.HEADS * piece**2}
+        right |= {"forward": 2 * (world - 1) * keys, "backward": (4 * world - 2) * keys if world > 1 else 0}
+        counted = {name: found[name] for name in right}
+        assert counted == right, f"{place} the rank counts {counted} instead of {right}"
+
+
+RING = {check_merge: 1, check_ring: 3, check_attend_backward: 1, check_ring_backward: 3}
 
 
 if __name__ == "__main__":

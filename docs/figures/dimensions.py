@@ -1,4 +1,4 @@
-"""Compute the numbers of docs/dimensions.md and docs/pipeline.md: memory and messages along each dimension.
+"""Compute the numbers of docs/dimensions.md, pipeline.md and long-texts.md: memory and messages of each dimension.
 
 PYTHONPATH=scripts python docs/figures/dimensions.py
 
@@ -12,10 +12,13 @@ with a paper, a count or arithmetic by hand.
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from estimate.command_line import parse_plan
 from estimate.communication import sent_bytes
 from estimate.memory import parts_at_peak, state_parts
 from estimate.model_shape import FP32, HALF, Shape, trace_shape
+from models.chunked_loss import GPU_PIECES, chunk_bytes
 from settings.settings import Settings
 from shared.units import GB, GIB
 
@@ -109,12 +112,23 @@ def pipeline_sends(shape: Shape) -> float:
 
 
 def context_sends(shape: Shape, tokens: int, *, again: bool = False) -> float:
-    """Bytes of keys and values in the forward pass, and of keys, values and their gradients in the backward pass.
+    """Bytes with a ring, which exercises/solution/ring.py counts.
 
-    again: True with activation checkpointing, which repeats the forward pass and sends keys and values once more.
+    The forward pass sends keys and values RANKS - 1 times. The backward pass sends their gradients too, and these once
+    more. again: True with activation checkpointing, which repeats the forward pass.
     """
-    keys_and_values = 2 * tokens * shape.hidden * HALF
-    return shape.layers * (4 if again else 3) * keys_and_values * (RANKS - 1) / RANKS
+    own_keys = tokens / RANKS * shape.hidden * HALF
+    forward, backward = 2 * (RANKS - 1), 4 * RANKS - 2
+    return shape.layers * own_keys * ((2 if again else 1) * forward + backward)
+
+
+def ulysses_sends(shape: Shape, tokens: int) -> float:
+    """Bytes with Ulysses and activation checkpointing, which runs the forward pass twice and the backward pass once.
+
+    Each pass has an all-to-all for queries, keys, values and output, or for their gradients.
+    """
+    own_keys = tokens / RANKS * shape.hidden * HALF
+    return shape.layers * own_keys * 3 * 4 * (RANKS - 1) / RANKS
 
 
 # Pipeline stages
@@ -162,6 +176,13 @@ def checkpointed(tokens: int, bytes_of_input: int = HALF) -> float:
     return shape.layers * tokens * shape.hidden * bytes_of_input + question_activations(tokens) / shape.layers
 
 
+def chunked_loss(tokens: int) -> float:
+    """Bytes of the chunked loss: fp32 gradients of the hidden states and of the head, and one piece of logits."""
+    hidden = trace_shape(plan()).hidden
+    piece = chunk_bytes(tokens, torch.empty(VOCABULARY, hidden, device="meta"), torch.bfloat16, GPU_PIECES)
+    return FP32 * (tokens + VOCABULARY) * hidden + piece
+
+
 # Tables of the pages
 
 
@@ -196,17 +217,13 @@ def table_of_lengths() -> str:
             f"{question_activations(tokens) / GIB:.1f}",
             f"{checkpointed(tokens) / GIB:.1f}",
             f"{logits(tokens) / GIB:.1f}",
+            f"{chunked_loss(tokens) / GIB:.1f}",
             f"{context_sends(shape, tokens, again=True) / GB:.1f}",
+            f"{ulysses_sends(shape, tokens) / GB:.1f}",
         ]
-        for tokens in (8192, 32768, 131072)
+        for tokens in (4096, 32768, 131072)
     ]
-    heads = [
-        "Tokens",
-        "GiB of activations",
-        "GiB, checkpointed",
-        "GiB of full logits",
-        "GB that each of 8 ranks sends",
-    ]
+    heads = ["Tokens", "Activations", "Checkpointed", "Full logits", "Chunked loss", "A ring sends", "Ulysses sends"]
     return table(heads, rows)
 
 

@@ -11,12 +11,24 @@ import collectives
 import diagrams
 import dimensions_figure
 import fsdp
+import long_texts
 import memory_bars
 import power_curves
 import timelines
 from style import save
 
-FAMILIES = (adapters, batch_size, collectives, diagrams, dimensions_figure, fsdp, memory_bars, power_curves, timelines)
+FAMILIES = (
+    adapters,
+    batch_size,
+    collectives,
+    diagrams,
+    dimensions_figure,
+    fsdp,
+    long_texts,
+    memory_bars,
+    power_curves,
+    timelines,
+)
 FIGURES = {name: draw for family in FAMILIES for name, draw in family.FIGURES.items()}
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-EXERCISES = ["../exercises/data_parallel.py", "../exercises/shard.py", "../exercises/pipeline.py"]
+EXERCISES = [f"../exercises/{name}.py" for name in ("data_parallel", "shard", "pipeline", "ring")]
 PROGRAMS = ["train.py", "evaluate.py", "ask.py", *EXERCISES]
 
 

@@ -14,6 +14,7 @@ from workbench import Bench
 SOLUTION = "exercises/solution/data_parallel.py"
 SHARD = "exercises/solution/shard.py"
 PIPELINE = "exercises/solution/pipeline.py"
+RING = "exercises/solution/ring.py"
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,14 @@ def test_the_finished_exercises_are_right(python):
     right, following = done.out.split("All is right. ")
     assert (done.code, right) == (0, gaps + together), done
     assert following.endswith(f"torchrun --nproc_per_node=4 {PIPELINE} --schedule 1f1b\n")
+    done = python("exercises/check.py", RING)
+    together = "".join(f"output, gradients and bytes on {ranks} ranks: right\n" for ranks in (1, 2, 3, 4))
+    right, following = done.out.split("All is right. ")
+    assert (done.code, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
+    assert following.endswith(f"docs/long-texts.md:\n    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 {RING}\n")
 
 
-@pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6)])
+@pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6), (RING, 4)])
 def test_an_exercise_differs_from_its_solution_only_in_open_gaps(python, solution, gaps):
     exercise = solution.replace("solution/", "")
     done = python("exercises/check.py", exercise)
@@ -79,30 +85,7 @@ WRONG = [
      "wrong: rank 1: weight differs from weight on rank 0"),
     (SOLUTION, "length = len(flat) // world\n    return flat[rank * length : (rank + 1) * length]",
      'raise NotImplementedError("gap 5")', 6, r"open \(gap 5\)"),
-    (PIPELINE, "self.sent.append(dist.isend(tensor, other))", "self.sent.append(dist.send(tensor, other))", 6,
-     r"hangs: rank 0 still waits after 20 seconds; .*"),
-    (PIPELINE, "0 if rank == 0 else 1 + rank * blocks", "rank * blocks", 1,
-     r"wrong: rank 0: the 2 stages have \[6, 7\] blocks instead of \[6, 6\]"),
-    (PIPELINE, ".requires_grad_()", "", 2,
-     r"wrong: rank 1: the inputs will have no gradient; call requires_grad_\(\) on them"),
-    (PIPELINE, "compute_loss(outputs, batch[micro]) / len(batch)", "compute_loss(outputs, batch[micro])", 2,
-     r"wrong: rank 2: the loss is \d\.\d+ instead of \d\.\d+; divide the loss by the number of micro batches, 2"),
-    (PIPELINE, "            outputs.backward(gradient)", "            outputs.sum().backward()", 3,
-     r"wrong: rank \d: the gradient of \S+ differs from the gradient in one process"),
-    (PIPELINE, "gradient = None if self.is_last else self.receive(self.rank + 1)\n"
-     '        with self.measured("backward", micro):\n',
-     'with self.measured("backward", micro):\n'
-     "            gradient = None if self.is_last else self.receive(self.rank + 1)\n", 3,
-     r"wrong: rank \d: receive\(\) runs inside `measured`, so its waiting time counts as backward time"),
-    (PIPELINE, '        with self.measured("backward", micro):\n            outputs.backward(gradient)\n',
-     '        outputs.backward(gradient)\n        with self.measured("backward", micro):\n            pass\n', 3,
-     r'wrong: rank \d: the backward pass runs outside `measured\("backward", micro\)`, so its time does not count'),
-    (PIPELINE, "return forward + backward", "return forward + backward[::-1]", 4,
-     r"wrong: rank \d: order for rank \d of 2 with 5 micro batches: entry 6 of the order is \('backward', 4\) "
-     r"instead of \('backward', 0\)"),
-    (PIPELINE, "ahead = min(micro_batches, world - rank)", "ahead = min(micro_batches, world)", 5,
-     r"wrong: rank 0: order for rank 1 of 2 with 3 micro batches: entry 2 of the order is \('forward', 1\) "
-     r"instead of \('backward', 0\)"),
+    (RING, "return (rank - turn) % world", 'raise NotImplementedError("gap 2")', 2, r"open: owner_of_block\(\)"),
 ]  # fmt: skip
 
 
@@ -198,30 +181,162 @@ WRONG_SHARD = {
         rf"the gradient of the part is {NUMBERS} instead of {NUMBERS}: "
         "this is the sum over the ranks; divide it by self.world"),
 }  # fmt: skip
-# Run one check for each file, with one start of Python
+# Each case: a correct text of the solution of pipeline.py, a wrong replacement, the gap, and the check's message
+WRONG_PIPELINE = {
+    "hang because of send": (
+        "self.sent.append(dist.isend(tensor, other))", "self.sent.append(dist.send(tensor, other))", "gap 6",
+        "hangs: rank 0 still waits after 2 seconds; .*"),
+    "unequal stages": (
+        "0 if rank == 0 else 1 + rank * blocks", "rank * blocks", "gap 1",
+        r"the 2 stages have \[6, 7\] blocks instead of \[6, 6\]"),
+    "inputs without a gradient": (
+        ".requires_grad_()", "", "gap 2", r"the inputs will have no gradient; call requires_grad_\(\) on them"),
+    "sum of the losses": (
+        "compute_loss(outputs, batch[micro]) / len(batch)", "compute_loss(outputs, batch[micro])", "gap 2",
+        r"the loss is \d\.\d+ instead of \d\.\d+; divide the loss by the number of micro batches, 2"),
+    "gradient of a sum": (
+        "            outputs.backward(gradient)", "            outputs.sum().backward()", "gap 3",
+        r"the gradient of \S+ differs from the gradient in one process"),
+    "waiting is measured": (
+        "gradient = None if self.is_last else self.receive(self.rank + 1)\n"
+        '        with self.measured("backward", micro):\n',
+        'with self.measured("backward", micro):\n'
+        "            gradient = None if self.is_last else self.receive(self.rank + 1)\n", "gap 3",
+        r"receive\(\) runs inside `measured`, so its waiting time counts as backward time"),
+    "nothing is measured": (
+        '        with self.measured("backward", micro):\n            outputs.backward(gradient)\n',
+        '        outputs.backward(gradient)\n        with self.measured("backward", micro):\n            pass\n',
+        "gap 3",
+        r'the backward pass runs outside `measured\("backward", micro\)`, so its time does not count'),
+    "backward passes in descending order": (
+        "return forward + backward", "return forward + backward[::-1]", "gap 4",
+        r"order for rank \d of 2 with 5 micro batches: entry 6 of the order is \('backward', 4\) "
+        r"instead of \('backward', 0\)"),
+    "too many micro batches are kept": (
+        "ahead = min(micro_batches, world - rank)", "ahead = min(micro_batches, world)", "gap 5",
+        r"order for rank 1 of 2 with 3 micro batches: entry 2 of the order is \('forward', 1\) "
+        r"instead of \('backward', 0\)"),
+}  # fmt: skip
+# Each case: a correct text of the solution of ring.py, a wrong replacement, the gap's number, and the check's message
+SCALED = """    total = first.total * scales[0] + second.total * scales[1]
+    output = first.output * scales[0] + second.output * scales[1]
+"""
+EARLIER = "Pair(own, other, own == other) for own in own_pieces for other in other_pieces if other <= own"
+LAST_TURN = "    of_keys, of_values = ring.pass_on(block[2:])\n"
+WRONG_RING = {
+    "merge without rescaling": (
+        SCALED, SCALED.replace(" * scales[0]", "").replace(" * scales[1]", ""), "gap 1",
+        r"merge\(\) adds total and output without rescaling, .* multiply total and output of each part by exp\(its .*"),
+    "maximum of one part": (
+        "torch.maximum(first.maximum, second.maximum)", "first.maximum", "gap 1",
+        r"the new maximum is that of the first part only. .*; use torch.maximum\(\)"),
+    "one maximum for all rows": (
+        "torch.maximum(first.maximum, second.maximum)",
+        "torch.maximum(first.maximum, second.maximum).max().expand_as(first.maximum)", "gap 1",
+        r"all rows get the same maximum; each row needs its own, .*"),
+    "exp without a maximum": (
+        "    scales = [(part.maximum - maximum).exp() for",
+        "    maximum = torch.zeros_like(maximum)\n    scales = [part.maximum.exp() for", "gap 1",
+        r"merge\(\) is right for small scores, but exp\(1000\) is infinite; .*, which is at most 1"),
+    "log-sum-exp without the maximum": (
+        "partial.maximum + partial.total.log()", "partial.total.log()", "gap 1",
+        r"log_sum_exp\(\) is without the maximum: .*"),
+    "log-sum-exp of large numbers": (
+        "partial.maximum + partial.total.log()", "(partial.maximum.exp() * partial.total).log()", "gap 1",
+        r"log_sum_exp\(\) is right for small scores, but exp\(\) of a score of 1,000 is infinite; .*"),
+    "blocks from the wrong side": (
+        "(rank - turn) % world", "(rank + turn) % world", "gap 2",
+        r"owner_of_block\(turn=1, rank=\d, world=3\) returns \d instead of \d; .*: subtract the turns"),
+    "own block not cut": (
+        EARLIER, EARLIER.replace("own == other", "False"), "gap 2",
+        r"own pieces .*: Pair\(0, 0\) is not cut, so a query would see later tokens of its own piece"),
+    "rank and owner swapped": (
+        EARLIER, EARLIER.replace("if other <= own", "if own <= other"), "gap 2",
+        r"own pieces .*: Pair\(1, 0\) is missing, but piece 1 sees piece 0; are rank and owner swapped\?"),
+    "later blocks are seen": (
+        EARLIER, EARLIER.replace(" if other <= own", ""), "gap 2",
+        "own pieces .*: piece 1 is later than piece 0, so its queries would see later tokens; skip this pair"),
+    "later blocks are hidden but computed": (
+        EARLIER, EARLIER.replace(" if other <= own", "").replace("own == other", "own <= other"), "gap 2",
+        "own pieces .* so the result is right, but the work is wasted; skip this pair"),
+    "hang because all ranks send first": (
+        "    message = dist.isend(block, following)\n", "    message = dist.Work()\n    dist.send(block, following)\n",
+        "gap 2", "hangs: .* Do two ranks send to each other while neither receives\\?"),
+    "softmax of one block": (
+        "(scores - lse).exp()", "scores.softmax(-1)", "gap 3",
+        r"the weights are the softmax of this block only, .*; use exp\(scores - lse\)"),
+    "scores scaled twice": (
+        "(scores - lse).exp()", "(scores / keys.shape[-1] ** 0.5 - lse).exp()", "gap 3",
+        "the scores are divided by the root of the head size, but they already are; .*"),
+    "gradients scaled twice": (
+        "root = keys.shape[-1] ** 0.5", "root = keys.shape[-1]", "gap 3",
+        "the gradient of the queries is divided by the root of the head size twice"),
+    "no delta": (
+        "(gradient @ values.mT - delta)", "(gradient @ values.mT)", "gap 3",
+        "in the gradient of the scores delta is missing"),
+    "one turn too few": (
+        LAST_TURN, LAST_TURN.replace("ring.pass_on(block[2:])", "block[2:]"), "gap 4",
+        r"the gradient of the keys is that of rank \d: one turn is missing. .*"),
+    "gradients stay": (
+        "            block = ring.pass_on(block)\n" + LAST_TURN,
+        "            block = torch.cat((ring.pass_on(block[:2]), block[2:]))\n    of_keys, of_values = block[2:]\n",
+        "gap 4", "the gradient of the keys lacks what other ranks have computed: .* must travel with .*"),
+    "keys travel for nothing": (
+        LAST_TURN, LAST_TURN.replace("ring.pass_on(block[2:])", "ring.pass_on(block)[2:]"), "gap 4",
+        "the gradients are right, but .* after the last turn nobody reads the keys and values, .*"),
+}  # fmt: skip
+# Run one check for each file, with one start of Python. A solution that hangs need not hang for long
 RUN_CHECKS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, "exercises")
 import check
-checks = {f"gap {number}": each for number, each in enumerate(check.SHARD, start=1)}
-checks["losses and bytes on 2 ranks"] = check.check_sharded_training
-for line, file in zip(sys.argv[1::2], sys.argv[2::2]):
-    print(check.run_check(checks[line], check.load(Path(file)), check.WORLD))
+table = getattr(check, sys.argv[1])
+checks = {f"gap {number}": each for number, each in enumerate(table.items(), start=1)}
+checks["losses and bytes on 2 ranks"] = check.check_sharded_training, check.WORLD
+for line, file in zip(sys.argv[2::2], sys.argv[3::2]):
+    check.TIMEOUT = 2 if "hang because" in file else 20
+    function, world = checks[line]
+    print(check.run_check(function, check.load(Path(file)), world))
 """
 
 
-def test_check_names_each_typical_mistake_in_shard(tmp_path):
-    text = (REPOSITORY / SHARD).read_text()
-    words = []
-    for name, (right, wrong, line, _) in WRONG_SHARD.items():
+@pytest.mark.parametrize(
+    ("solution", "table", "cases"),
+    [(SHARD, "SHARD", WRONG_SHARD), (PIPELINE, "PIPELINE", WRONG_PIPELINE), (RING, "RING", WRONG_RING)],
+)
+def test_check_names_each_typical_mistake(tmp_path, solution, table, cases):
+    text = (REPOSITORY / solution).read_text()
+    words = [table]
+    for name, (right, wrong, line, _) in cases.items():
         assert text.count(right) == 1, name
         (tmp_path / f"{name}.py").write_text(text.replace(right, wrong))
         words += [line, tmp_path / f"{name}.py"]
     done = command("-c", RUN_CHECKS, *words)
-    found = dict(zip(WRONG_SHARD, done.stdout.splitlines(), strict=True))
-    for name, (_, _, _, message) in WRONG_SHARD.items():
-        assert re.fullmatch(rf"wrong: rank \d: {message}", found[name]), found[name]
+    found = dict(zip(cases, done.stdout.splitlines(), strict=True))
+    for name, (_, _, _, message) in cases.items():
+        assert re.fullmatch(rf"(wrong: rank \d: )?{message}", found[name]), found[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_ring_counts_what_the_formulas_say(python, ranks):
+    done = python(RING, "--tokens", 50, processes=ranks)
+    counted = re.findall(r"^\S.*? ([\d,]+)   formula +([\d,]+) = ", done.out, re.MULTILINE)
+    assert len(counted) == (4 if ranks == 1 else 8) and all(each == formula for each, formula in counted), done
+    shares = re.findall(r": +((?:[\d.]+% ?)+)", done.out)
+    assert [share.split() for share in shares[::2]] == [share.split() for share in shares[1::2]] and len(shares) == 4
+    differences = re.findall(r"one process: +(\S+)$", done.out, re.MULTILINE)
+    assert len(differences) == 2 and all(float(each) < 1e-12 for each in differences), done
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_gpt_with_ring_attention_learns_what_it_learns_in_one_process(python, ranks):
+    done = python("tests/commands/ring_in_gpt.py", processes=ranks)
+    found = re.findall(r"^loss (\S+) gradients (\S+) sent (\d+)$", done.out, re.MULTILINE)
+    assert done.code == 0 and len(found) == 2 * ranks, done
+    assert all(float(each) < 1e-5 for loss, gradients, _ in found for each in (loss, gradients)), done
+    # fp32, two layers of hidden size 64: forward 2 (n - 1), backward 4 n - 2 tensors of 2048 / n tokens
+    assert {int(sent) for *_, sent in found} == {4 * 2 * 64 * 2048 // ranks * (6 * ranks - 4)}
 
 
 def losses(done: Finished) -> list[float]:

@@ -109,9 +109,11 @@ def test_bytes_of_the_dimensions_agree_with_papers_and_counts():
     assert numbers.break_even(1, numbers.tensor_sends(shape)) == pytest.approx(tokens, rel=1e-4)
 
     # The keys and values of 131,072 tokens have 2.147 GB per block, and a rank sends 7 of 8 pieces. The ring sends
-    # them in the forward pass, in its recomputation, and in the backward pass together with gradients of equal size.
-    assert numbers.context_sends(shape, 131_072, again=True) / 1e9 == pytest.approx(4 * 30 * 2.1475 * 7 / 8, rel=1e-4)
-    assert numbers.context_sends(shape, 131_072) / 1e9 == pytest.approx(3 * 30 * 2.1475 * 7 / 8, rel=1e-4)
+    # them in the forward pass, in its recomputation, and in the backward pass. It sends their gradients 8 times.
+    assert numbers.context_sends(shape, 131_072, again=True) / 1e9 == pytest.approx(30 * 2.1475 * 29 / 8, rel=1e-4)
+    assert numbers.context_sends(shape, 131_072) / 1e9 == pytest.approx(30 * 2.1475 * 22 / 8, rel=1e-4)
+    # Ulysses sends 7 of 8 parts of four such tensors of a rank's own tokens, each half as large as keys and values.
+    assert numbers.ulysses_sends(shape, 131_072) / 1e9 == pytest.approx(30 * 3 * 2 * 2.1475 / 8 * 7 / 8, rel=1e-4)
 
 
 def test_bytes_of_full_logits_agree_with_a_real_loss():
