@@ -130,7 +130,8 @@ def run_check(check, exercise: ModuleType, world: int) -> str:
     while pending and result == "right":
         ready = wait(pending, timeout=TIMEOUT)
         if not ready:
-            result = f"hangs: rank {min(pending.values())} still waits after {TIMEOUT} seconds; {HANG_QUESTIONS}"
+            hint = EXCHANGE_HINT if check in (check_ring, check_ring_attention) else HANG_QUESTIONS
+            result = f"hangs: rank {min(pending.values())} still waits after {TIMEOUT} seconds; {hint}"
         for pipe in ready:
             rank = pending.pop(pipe)
             try:
@@ -147,6 +148,7 @@ def run_check(check, exercise: ModuleType, world: int) -> str:
 HANG_QUESTIONS = (
     "do all ranks call the same collectives in the same order? Do two ranks send to each other while neither receives?"
 )
+EXCHANGE_HINT = "in exchange(): isend() first, then recv(), then wait() of the object that isend() returned"
 
 
 def run_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe) -> None:
@@ -651,6 +653,11 @@ def solution_of_ring() -> ModuleType:
     return load(HERE / "solution" / "ring.py")
 
 
+def compare_shapes(name: str, found: torch.Tensor, right: torch.Tensor) -> None:
+    shape, expected = tuple(found.shape), tuple(right.shape)
+    assert shape == expected, f"{name} has the shape {shape} instead of {expected}"
+
+
 def check_merge(exercise: ModuleType, rank: int) -> None:
     torch.manual_seed(0)
     # The scores of each row have two parts, which begin at these numbers. exp(1000) is infinite
@@ -661,10 +668,17 @@ def check_merge(exercise: ModuleType, rank: int) -> None:
     merged = exercise.merge(first, second)
     kind = type(merged).__name__
     assert isinstance(merged, exercise.Partial), f"merge() returns a {kind}; return Partial(maximum, total, output)"
-    right = torch.isclose(merged.output / merged.total, scores.softmax(-1) @ values).all(dim=1)
+    for name, *tensors in zip(merged._fields, merged, first, strict=True):
+        compare_shapes(f"{name} of the result of merge()", *tensors)
+    complete = scores.softmax(-1) @ values
+    assert not torch.allclose(merged.output, complete), (
+        "do not divide output by total in merge(); ring_forward() does that at the end"
+    )
+    right = torch.isclose(merged.output / merged.total, complete).all(dim=1)
     right &= torch.isclose(merged.maximum + merged.total.log(), scores.logsumexp(-1, keepdim=True))[:, 0]
     assert right.all(), explain_merge(merged, first, second, small_is_right=right[0])
     found, expected = exercise.log_sum_exp(second), scores[:, 3:].logsumexp(-1, keepdim=True)
+    compare_shapes("the result of log_sum_exp()", found, expected)
     assert not torch.allclose(found, second.total.log()), (
         "log_sum_exp() is without the maximum: total is the sum of exp(score - maximum), so add the maximum to its "
         "logarithm"
@@ -706,8 +720,19 @@ def check_ring(exercise: ModuleType, rank: int) -> None:
             for own, other in itertools.product(map(pieces, reversed(range(world))), repeat=2):
                 check_pairs(exercise.needed_pairs(own, other), own, other)
     world = dist.get_world_size()
-    block = torch.full((2, 3), float(rank))
+    block = torch.full((2, 3), float(rank), dtype=torch.float64)
     following, previous = (rank + 1) % world, (rank - 1) % world
+    receive = dist.recv
+
+    def watched(tensor: torch.Tensor, *arguments, **options):
+        # PyTorch does not compare what arrives with the tensor
+        assert (tensor.shape, tensor.dtype) == (block.shape, block.dtype), (
+            f"dist.recv() in exchange() gets a tensor of {tuple(tensor.shape)} and {tensor.dtype} instead of "
+            f"{tuple(block.shape)} and {block.dtype}; use torch.empty_like(block)"
+        )
+        return receive(tensor, *arguments, **options)
+
+    dist.recv = watched
     found = exercise.exchange(block, following, previous)
     assert torch.all(block == rank), (
         "exchange() has changed the block that it sends; receive into a new tensor, torch.empty_like(block)"
@@ -723,7 +748,7 @@ def check_ring(exercise: ModuleType, rank: int) -> None:
 def check_owners(exercise: ModuleType, world: int) -> None:
     for turn, rank in itertools.product(range(world), repeat=2):
         found, expected = exercise.owner_of_block(turn, rank, world), (rank - turn) % world
-        reason = "each turn brings the block of the rank before"
+        reason = "each turn brings the block of the rank before (rank 0 comes after the last one)"
         if found == (rank + turn) % world:
             reason = "the blocks move to higher ranks, so those that arrive come from lower ranks: subtract the turns"
         elif found == (turn - rank) % world:
@@ -742,7 +767,8 @@ def check_pairs(found: list, own: list[int], other: list[int]) -> None:
         )
     for query, key in itertools.product(own, other):
         assert (query, key) in pairs or key > query, (
-            f"{place}: Pair({query}, {key}) is missing, but piece {query} sees piece {key}; are rank and owner swapped?"
+            f"{place}: Pair({query}, {key}) is missing, but piece {query} sees "
+            f"{'itself' if key == query else f'piece {key}'}; compare each own piece with each other piece"
         )
     for (query, key), cut in pairs.items():
         assert cut or key != query, (
@@ -760,16 +786,29 @@ def check_pairs(found: list, own: list[int], other: list[int]) -> None:
 
 def check_attend_backward(exercise: ModuleType, rank: int) -> None:
     torch.manual_seed(0)
-    queries, keys = torch.randn(4, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    queries[:, 0], keys[:, 0] = 50, keys[:, 0] / 50 + 40  # makes all scores about 1,000
-    values, gradient = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    # Two heads: a transpose of all dimensions is right only without heads
+    queries, keys = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(2, 6, 4, dtype=torch.float64)
+    queries[..., 0], keys[..., 0] = 50, keys[..., 0] / 50 + 40  # makes all scores about 1,000
+    values, gradient = torch.randn(2, 6, 4, dtype=torch.float64), torch.randn(2, 4, 4, dtype=torch.float64)
     scores = queries @ keys.mT / 2
     lse, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ values
-    keys, values, scores = keys[3:], values[3:], scores[:, 3:]  # the block has half of the keys
+    keys, values, scores = keys[:, 3:], values[:, 3:], scores[..., 3:]  # the block has half of the keys
     arguments = (scores, lse, output, gradient, queries, keys, values)
     expected = solution_of_ring().attend_backward(*arguments)
     found = exercise.attend_backward(*arguments)
     weights, of_weights = (scores - lse).exp(), gradient @ values.mT
+    names = ["queries", "keys", "values"]
+    equal = [
+        name
+        for each in found
+        for name, right in zip(names, expected, strict=True)
+        if each.shape == right.shape and torch.allclose(each, right)
+    ]
+    assert len(equal) < len(names) or equal == names, (
+        f"attend_backward() returns the gradients in the order {', '.join(equal)}; the order is {', '.join(names)}"
+    )
+    for name, each, right in zip(names, found, expected, strict=True):
+        compare_shapes(f"the gradient of the {name}", each, right)
     assert all(each.isfinite().all() for each in found), (
         "a gradient is not finite, because exp() of a score of 1,000 is infinite; subtract lse before you call exp()"
     )
@@ -784,10 +823,7 @@ def check_attend_backward(exercise: ModuleType, rank: int) -> None:
     ):
         wrong = weights * (of_weights - delta) @ keys / 2
         assert not torch.allclose(found[0], wrong), f"in the gradient of the scores {reason}"
-    for name, each, right in zip(("queries", "keys", "values"), found, expected, strict=True):
-        assert each.shape == right.shape, (
-            f"the gradient of the {name} has the shape {tuple(each.shape)} instead of {tuple(right.shape)}"
-        )
+    for name, each, right in zip(names, found, expected, strict=True):
         reason = "differs from that of one process"
         if torch.allclose(each, right * 2):
             reason = "is not divided by the root of the head size"
@@ -813,9 +849,12 @@ def check_ring_backward(exercise: ModuleType, rank: int) -> None:
         assert len(found) == 3, (
             f"ring_backward() returns {len(found)} tensors; return those of queries, keys and values"
         )
+        assert twice > computed, "the backward pass computes its own scores; use ring.scores(), which cuts and counts"
         for name, each, whole in zip(("queries", "keys", "values"), found, expected[1:], strict=True):
             reason = "differs from that of one process; it is the sum over the pairs of all turns"
-            if torch.allclose(each, solution.Ring(following, world, zigzag=zigzag).own_part(whole)):
+            if not each.any():
+                reason = "is 0; to add to a piece, use +=, which changes the whole tensor"
+            elif torch.allclose(each, solution.Ring(following, world, zigzag=zigzag).own_part(whole)):
                 reason = (
                     f"is that of rank {following}: one turn is missing. After the last turn the gradients are one rank "
                     "away from their owner; pass them on once more"
@@ -831,6 +870,10 @@ def check_ring_backward(exercise: ModuleType, rank: int) -> None:
         assert twice == 2 * computed, (
             f"the gradients are right, but the backward pass computes {twice - computed} scores, and the forward pass "
             f"{computed}; compute only the needed_pairs()"
+        )
+        assert sent >= right, (
+            f"the gradients are right, but only {sent} bytes instead of {right} are counted; "
+            "use ring.pass_on(), which counts the bytes"
         )
         assert sent == right, (
             f"the gradients are right, but the rank sends {sent} bytes instead of {right}: after the last turn nobody "

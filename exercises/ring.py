@@ -30,7 +30,8 @@ TOKENS, HEADS, HEAD_SIZE = 510, 4, 16
 class Partial(NamedTuple):
     """Attention of some queries with a part of the keys: a softmax that is not complete.
 
-    For each query (row) there is one maximum and one sum. The output has one row of numbers for each query.
+    For each query (row) there is one maximum and one sum: maximum and total have the shape (..., queries, 1). output
+    has the shape (..., queries, head size), and is not yet divided by total.
 
     maximum    the largest score of the row
     total      the sum of exp(score - maximum) over the keys
@@ -64,7 +65,7 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def log_sum_exp(partial: Partial) -> torch.Tensor:
-    """Gap 1: return the logarithm of the sum of exp(score) over the keys, for each row.
+    """Gap 1: return the logarithm of the sum of exp(score) over the keys, for each row: (..., queries, 1).
 
     The backward pass needs only this number to compute the softmax of a row again. Do not compute exp(maximum).
     """
@@ -85,7 +86,8 @@ def needed_pairs(own_pieces: list[int], other_pieces: list[int]) -> list[Pair]:
 
     own_pieces: numbers of the rank's pieces of the text. other_pieces: numbers of the pieces whose keys are here.
     Attention is causal: a query may see only its own token and earlier tokens. Skip a block of which nothing is seen,
-    and cut the one that is seen in part.
+    and cut the one that is seen in part. With zigzag both lists have two numbers: compare each own piece with each
+    other piece.
     """
     raise NotImplementedError("gap 2")
 
@@ -94,8 +96,9 @@ def exchange(block: torch.Tensor, following: int, previous: int) -> torch.Tensor
     """Gap 2: send the block to the rank `following`, and return the block that the rank `previous` sends.
 
     All ranks call this function at the same time. If each rank first waits until its block is received, all ranks wait
-    forever. dist.isend(tensor, rank) returns at once: it returns an object whose wait() waits until the tensor is sent.
-    dist.recv(tensor, rank) waits until it has received a tensor of the same shape.
+    forever. dist.isend(tensor, rank) returns at once. Keep the object that it returns, and call its wait() after
+    dist.recv(), so that the block is sent completely. dist.recv(tensor, rank) fills the tensor, so give it a new one of
+    the same shape and dtype.
     """
     raise NotImplementedError("gap 2")
 
@@ -111,14 +114,15 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gap 3: return what one block of scores adds to the gradients of its queries, of its keys and of its values.
 
+    Return these three in this order.
     scores: queries x keys of this block, already scaled and cut. lse: log_sum_exp of the complete rows, over the keys
-    of all blocks. output: of the complete rows. gradient: of this output.
+    of all blocks. output: of the complete rows, already divided by total. gradient: of this output.
 
     1. The weights, which are a part of the complete softmax: exp(scores - lse).
     2. The gradient of the values: weights.mT @ gradient. (.mT exchanges the last two dimensions.)
     3. The gradient of the weights: gradient @ values.mT.
     4. The gradient of the scores: weights x (gradient of the weights - delta), with one delta for each row: the sum of
-       gradient x output over the last dimension.
+       gradient x output over the last dimension, with keepdim=True.
     5. A score is a query times a key, divided by the root of the head size, keys.shape[-1]. So the gradient of the
        queries is gradient of the scores @ keys, divided by this root. That of the keys is the same with the queries and
        the transposed gradient of the scores.
@@ -142,8 +146,9 @@ def ring_backward(
     and values, each rank adds its part, and at the end they return to the owner of the keys.
 
     1. Make the block that travels: torch.stack() of keys, values, and zeros for the gradients of both.
-    2. In each turn, call attend_backward() for each pair. Add its results to the pieces of the gradients: a piece is a
-       view, so `piece += result` changes the whole tensor.
+    2. In each turn, call attend_backward() for each pair. Use split(), scores() and pass_on(), as ring_forward() does.
+       Cut output, lse and gradient into pieces, too. Add the results to the pieces of the gradients: a piece is a view,
+       so `piece += result` changes the whole tensor; `piece = piece + result` does not.
     3. Pass the block on between the turns. After the last turn the gradients are one rank away from their owner, and
        nobody needs the keys and values any more.
     """
@@ -240,7 +245,7 @@ def ring_forward(
 class RingAttention(torch.autograd.Function):
     """Causal attention of a ring, for autograd: RingAttention.apply(queries, keys, values, ring).
 
-    The tensors are (..., tokens of this rank, head size). Only their size is kept for the backward pass, and no scores.
+    The tensors are (..., tokens of this rank, head size). The backward pass keeps tensors of this size, and no scores.
     """
 
     @staticmethod
@@ -306,7 +311,7 @@ def show(found: list[dict[str, float]], ring: Ring, tokens: int) -> None:
             ("bytes that a rank sends, forward", found[0]["forward"], 2 * (n - 1) * sent, "2 (n - 1) L H d x 8"),
             ("bytes that a rank sends, backward", found[0]["backward"], (4 * n - 2) * sent, "(4 n - 2) L H d x 8"),
         ]
-    print(f"\n{name} of {piece} tokens for each rank, L = {length}")
+    print(f"\n{name} of {piece} token{'s' if piece > 1 else ''} for each rank, L = {length}")
     for text, counted, expected, formula in rows:
         print(f"{text:38}{counted:11,}   formula {expected:11,} = {formula}")
     total = sum(each["computed"] for each in found)
