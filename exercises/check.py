@@ -805,7 +805,7 @@ def check_attend_backward(exercise: ModuleType, rank: int) -> None:
         if each.shape == right.shape and torch.allclose(each, right)
     ]
     assert len(equal) < len(names) or equal == names, (
-        f"attend_backward() returns the gradients in the order {', '.join(equal)}; the order is {', '.join(names)}"
+        f"attend_backward() returns the gradients of {', '.join(equal)}; return them in the order {', '.join(names)}"
     )
     for name, each, right in zip(names, found, expected, strict=True):
         compare_shapes(f"the gradient of the {name}", each, right)

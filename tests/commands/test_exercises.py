@@ -244,15 +244,21 @@ WRONG_RING = {
     "log-sum-exp of large numbers": (
         "partial.maximum + partial.total.log()", "(partial.maximum.exp() * partial.total).log()", "gap 1",
         r"log_sum_exp\(\) is right for small scores, but exp\(\) of a score of 1,000 is infinite; .*"),
+    "log-sum-exp of another shape": (
+        "partial.maximum + partial.total.log()", "(partial.maximum + partial.total.log()).squeeze(-1)", "gap 1",
+        r"the result of log_sum_exp\(\) has the shape \(4,\) instead of \(4, 1\)"),
     "blocks from the wrong side": (
         "(rank - turn) % world", "(rank + turn) % world", "gap 2",
         r"owner_of_block\(turn=1, rank=\d, world=3\) returns \d instead of \d; .*: subtract the turns"),
     "own block not cut": (
         EARLIER, EARLIER.replace("own == other", "False"), "gap 2",
         r"own pieces .*: Pair\(0, 0\) is not cut, so a query would see later tokens of its own piece"),
-    "rank and owner swapped": (
+    "own block skipped": (
+        EARLIER, EARLIER.replace("other <= own", "other < own"), "gap 2",
+        r"own pieces .*: Pair\(0, 0\) is missing, but piece 0 sees itself; compare each own piece with .*"),
+    "own and other block swapped": (
         EARLIER, EARLIER.replace("if other <= own", "if own <= other"), "gap 2",
-        r"own pieces .*: Pair\(1, 0\) is missing, but piece 1 sees piece 0; are rank and owner swapped\?"),
+        r"own pieces .*: Pair\(1, 0\) is missing, but piece 1 sees piece 0; compare each own piece with .*"),
     "later blocks are seen": (
         EARLIER, EARLIER.replace(" if other <= own", ""), "gap 2",
         "own pieces .*: piece 1 is later than piece 0, so its queries would see later tokens; skip this pair"),
@@ -261,7 +267,9 @@ WRONG_RING = {
         "own pieces .* so the result is right, but the work is wasted; skip this pair"),
     "hang because all ranks send first": (
         "    message = dist.isend(block, following)\n", "    message = dist.Work()\n    dist.send(block, following)\n",
-        "gap 2", "hangs: .* Do two ranks send to each other while neither receives\\?"),
+        "gap 2", r"hangs: .*; in exchange\(\): isend\(\) first, then recv\(\), then wait\(\) of the object .*"),
+    "transpose of all dimensions": (
+        "weights.mT @ gradient\n", "weights.T @ gradient\n", "gap 3", r"RuntimeError in line \d+: .*"),
     "softmax of one block": (
         "(scores - lse).exp()", "scores.softmax(-1)", "gap 3",
         r"the weights are the softmax of this block only, .*; use exp\(scores - lse\)"),
@@ -277,6 +285,10 @@ WRONG_RING = {
     "one turn too few": (
         LAST_TURN, LAST_TURN.replace("ring.pass_on(block[2:])", "block[2:]"), "gap 4",
         r"the gradient of the keys is that of rank \d: one turn is missing. .*"),
+    "bytes not counted": (
+        LAST_TURN, LAST_TURN.replace("ring.pass_on(", "exchange(")
+        .replace("])", "].contiguous(), (ring.rank + 1) % ring.world, (ring.rank - 1) % ring.world)"), "gap 4",
+        r"the gradients are right, but only \d+ bytes instead of \d+ are counted; use ring.pass_on\(\), .*"),
     "gradients stay": (
         "            block = ring.pass_on(block)\n" + LAST_TURN,
         "            block = torch.cat((ring.pass_on(block[:2]), block[2:]))\n    of_keys, of_values = block[2:]\n",
