@@ -223,8 +223,8 @@ def table_of_lengths() -> str:
         ]
         for tokens in (4096, 32768, 131072)
     ]
-    heads = ["Tokens", "Activations", "Checkpointed", "Full logits", "Chunked loss", "A ring sends", "Ulysses sends"]
-    return table(heads, rows)
+    held = [f"{name}, GiB" for name in ("Activations", "Checkpointed", "Full logits", "Chunked loss")]
+    return table(["Tokens", *held, "A ring sends, GB", "Ulysses sends, GB"], rows)
 
 
 if __name__ == "__main__":
