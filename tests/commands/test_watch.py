@@ -74,7 +74,7 @@ def running(workshop) -> Iterator[Path]:
     """The folder of a run without Slurm whose training waits."""
     folder = workshop / "experiments/mine/x"
     started = start_stub(folder, TRAINING, JOB_ID=ID, CUDA_VISIBLE_DEVICES="3")
-    log = folder / f"log/1_{ID}.out"
+    log = folder / f"log/x.slurm_{ID}.out"
     try:
         until(lambda: log.exists() and "error: disk" in log.read_text() and list(folder.glob("gpu_memory/*")))
         until(lambda: (folder / f"cpu_memory/cpu_memory_log_{ID}.txt").read_text().count("\n") > 1)
@@ -95,7 +95,7 @@ def test_a_run_without_slurm_is_shown(running, watch, report):
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[:2] == [f"job {ID} in experiments/mine/x", "running"]
-    assert re.fullmatch(rf"log        log/1_{ID}.out, last line \d+ s ago", lines[2])
+    assert re.fullmatch(rf"log        log/x.slurm_{ID}.out, last line \d+ s ago", lines[2])
     assert lines[3:6] == [
         "step       40 of 200 (20 %), 2 steps/s, about 1:20 min left",
         "loss       7.125",
@@ -116,12 +116,12 @@ def add_log(workshop: Path, text: str) -> Path:
 
 
 def read_log(folder: Path) -> str:
-    return (folder / f"log/1_{ID}.out").read_text()
+    return (folder / f"log/x.slurm_{ID}.out").read_text()
 
 
 def test_only_the_last_attempt_is_shown(running, watch):
     """The log of a job that Slurm restarts holds all attempts."""
-    log, text = running / f"log/1_{ID}.out", read_log(running)
+    log, text = running / f"log/x.slurm_{ID}.out", read_log(running)
     earlier = "a long line\n" * 20000 + text.replace("step 40 of", "step 180 of") + "\nstatus: stopped (exit code 75)\n"
     log.write_text(earlier + text.partition("resuming")[0] + "reading data\n")
     view = watch(ID).stdout
@@ -137,7 +137,7 @@ def test_an_ended_run_is_shown_with_its_summary(stub, watch):
     assert done.stdout.startswith(f"job {ID} in experiments/mine/x\nended, {summary}\n"), done
     shown = done.stdout[done.stdout.index(f"\n\n{summary}\n") :].split()
     assert shown == re.search(r"^status: [^=]*", read_log(folder), re.MULTILINE)[0].split(), done
-    log = folder / f"log/1_{ID}.out"
+    log = folder / f"log/x.slurm_{ID}.out"
     log.write_text(read_log(folder).partition("=====")[0])
     assert "\nended, without a summary: see the end of its log\n" in watch(ID).stdout
 
