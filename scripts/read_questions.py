@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a file has.
+    """The content of a file.
 
     examples: checked. notes: lines for the log. left_out: the rows that cannot be used, and why. content: the bytes.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from distributed.ds_config import check_contradictions, check_ds_config
+from distributed.ds_config import check_choices, check_contradictions, check_ds_config
 from distributed.fsdp_config import check_device, check_fsdp_config, parallelism, trainer_config
 from distributed.process_group import adopt_process_group
 from distributed.tensor_parallel import check_groups
@@ -24,6 +24,7 @@ def read_config_file(settings: Settings, ranks: int, ranks_per_node: int) -> Set
     check_groups(settings, ranks)
     if settings.trainer.deepspeed:
         settings = replace(settings, deepspeed_config=check_ds_config(settings.trainer.deepspeed))
+        check_choices(settings)
     if settings.trainer.fsdp:
         size = settings.model.tensor_parallel  # with tensor parallelism FSDP shards over tensor groups, not ranks
         config = check_fsdp_config(settings, ranks // size, ranks_per_node // size)

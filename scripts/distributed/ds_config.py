@@ -162,21 +162,30 @@ def offloaded(zero: dict, part: str) -> bool:
     return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
 
 
+def check_choices(settings: Settings) -> None:
+    """Reject an optimizer or a schedule that is chosen twice, and an optimizer that cannot be sharded.
+
+    Raises WorkshopError (exit code 2).
+    """
+    path = settings.trainer.deepspeed
+    config = settings.deepspeed_config or {}
+    names = settings.names
+    flags = settings.flat()
+    for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        choice = str(flags[flag])
+        if section in config and flag in names and algorithm(choice) != ADAMW.algorithm:
+            both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
+            raise WorkshopError(path, both, f"remove the section {section} or the flag")
+    if settings.zero.get("stage") and not choose_optimizer(settings).shardable:
+        raise settings.error("optim", f"{settings.trainer.optim} cannot update shards", f"use one of {SHARDABLE}")
+
+
 def check_contradictions(settings: Settings, training_args: TrainingArguments) -> None:
     """Reject values in the file that contradict the flags. `training_args` was built from both.
 
     Raises WorkshopError (exit code 2) with both values of each contradiction.
     """
     path = settings.trainer.deepspeed
-    config = settings.deepspeed_config or {}
-    names = settings.names
-    for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
-        choice = getattr(training_args, flag).value
-        if section in config and flag in names and algorithm(choice) != ADAMW.algorithm:
-            both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
-            raise WorkshopError(path, both, f"remove the section {section} or the flag")
-    if settings.zero.get("stage") and not choose_optimizer(settings).shardable:
-        raise settings.error("optim", f"{settings.trainer.optim} cannot update shards", f"use one of {SHARDABLE}")
     deepspeed: Any = training_args.hf_deepspeed_config
     if deepspeed.mismatches:  # "- ds KEY=VALUE vs hf FLAG=VALUE"
         both = ", ".join(line.removeprefix("- ") for line in deepspeed.mismatches)

@@ -33,7 +33,7 @@ ADAMW_OF_DEEPSPEED = replace(  # on a GPU, on the CPU, and on the CPU with ZenFl
 BY_FLAG = {  # values of --optim that need no further package
     "adamw_torch_fused": ADAMW_FUSED,
     "adamw_torch": ADAMW,
-    # Its state has a row and a column for each matrix, but not for a shard, which is no matrix
+    # Its state has a row and a column for each matrix, but not for a shard, which is not a matrix
     "adafactor": Optimizer("Adafactor", shown=("Adafactor (transformers)",), shardable=False),
     # It creates its state before FSDP and DeepSpeed shard the parameters
     "adagrad": Optimizer("Adagrad", "sum of squares", 4, ("Adagrad (torch)",), shardable=False),

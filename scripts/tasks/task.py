@@ -1,4 +1,4 @@
-"""What one kind of training data is. Each file of this folder has one kind, and tasks/__init__.py lists them.
+"""One object for each kind of training data. Each file of this folder has one kind, and tasks/__init__.py lists them.
 
     file -> cells of a row -> example -> rows of tokens -> batches
             read_questions    Task.read  Task.encode       data_loader

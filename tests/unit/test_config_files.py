@@ -13,9 +13,10 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 import estimate_memory
 import train
 from distributed.config_file import read_config_file
-from distributed.ds_config import check_contradictions, check_ds_config
+from distributed.ds_config import check_choices, check_contradictions, check_ds_config
 from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import choose_strategy
+from estimate.command_line import parse_memory_plan
 from helpers import REPOSITORY
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from settings.command_line import parse_command_line
@@ -138,6 +139,7 @@ def compare(path: str, *argv: str) -> None:
     settings = parse_command_line("", list(argv))
     training = TrainingArguments(**trainer_flags(settings))
     settings = replace(settings, deepspeed_config=content, trainer=replace(settings.trainer, deepspeed=path))
+    check_choices(settings)
     training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(content)
     training.hf_deepspeed_config.trainer_config_process(training)
     check_contradictions(settings, training)
@@ -162,9 +164,9 @@ def test_optimizer_and_scheduler_cannot_be_chosen_twice(written, refusal):
     content = changed_config("scheduler", WARM_UP)
     content["scheduler"]["params"] = WARM_UP["params"] | {"warmup_num_steps": "auto"}
     path = written(content)
-    assert refusal(compare, path, "--optim", "adafactor") == (
-        f"error: {path}: optimizer.type is AdamW, but --optim is adafactor; remove the section optimizer or the flag"
-    )
+    line = f"error: {path}: optimizer.type is AdamW, but --optim is adafactor; remove the section optimizer or the flag"
+    assert refusal(compare, path, "--optim", "adafactor") == line
+    assert refusal(parse_memory_plan, ["--deepspeed", path, "--optim", "adafactor"]) == line
     line = refusal(compare, path, "--lr_scheduler_type", "cosine")
     assert "scheduler.type is WarmupLR, but --lr_scheduler_type is cosine" in line
     line = refusal(compare, written(changed_config("optimizer", REMOVED)), "--optim", "adagrad")
