@@ -57,6 +57,11 @@ def source(path: str, name: str) -> None:
     show("```python", *text.splitlines()[function.lineno - 1 : function.end_lineno], "```")
 
 
+def box(page: str) -> None:
+    """Print the box of another page, its lines that begin with >. Both pages need it, and only one can be its source."""
+    show(*re.findall(r"^>.*", page_text(page), re.MULTILINE))
+
+
 # --- sections and experiments
 
 

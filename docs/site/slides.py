@@ -1,7 +1,7 @@
 """Build slides.html, the slides of the afternoon, and print docs/instructor/sheet.md on one page.
 
 slides.html is a single file, which a browser projects and prints without a network. Each page of the afternoon gives
-its title and questions, its figure, its key points, the commands of "Start now" and its quiz. The order of the pages is
+its title and questions, its figures, its key points, the commands of "Start now" and its quiz. The order of the pages is
 that of experiments/agendas.yaml, which also has `say`, the notes for the speaker. The key n shows these notes, and the
 answers of the quiz.
 """
@@ -195,8 +195,8 @@ def slides_of_page(app: Any, row: Row) -> Iterator[Slide]:
     for name, part in (("figure", images), ('"## Key points"', key_points), ('"## Quiz"', quiz)):
         if numbered and not part:
             warn(page, f"has no {name}, which the slides of the afternoon need")
-    if images:
-        yield Slide("figure", "", figure(builder, images[0]))
+    for image in images:
+        yield Slide("figure", "", figure(builder, image))
     for part in divide(key_points):
         yield Slide("points", "Key points", f"<ul>{render(builder, part)}</ul>")
     # Only the instructor submits the jobs that the class shares

@@ -7,6 +7,7 @@ from text_checks.common import SECTIONS, TEXTS, read, relative_name
 
 BLOCK = re.compile(r"\[\[\[cog.*?\[\[\[end\]\]\]", re.DOTALL)
 SECTION = 1650  # words of a section with its exercise and quiz: 14 minutes of reading
+BOX = 120  # words of a box, the lines of a section that begin with >
 LIMITS = {
     "docs/": 49_000,  # without docs/instructor/
     "docs/instructor/": 5000,
@@ -36,6 +37,9 @@ def findings() -> Iterator[str]:
         if number > limit:
             yield f"{name}: has {number} words, the limit is {limit}; cut, or move to the page that owns the fact"
     for page in SECTIONS:
+        number = words("".join(re.findall(r"^>(.*\n)", TEXTS[page], re.MULTILINE)))
+        if number > BOX:
+            yield f"{relative_name(page)}: its box has {number} words, the limit is {BOX}; cut"
         if not re.search(r"^\| Commands and exercise \| \d*[05] min, without reading \|$", TEXTS[page], re.MULTILINE):
             row = "| Commands and exercise | 20 min, without reading |"
             yield f"{relative_name(page)}: its head does not say how long its commands and exercise take; write {row}"
