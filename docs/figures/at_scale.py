@@ -1,4 +1,4 @@
-"""Compute the table of docs/comparison.md, "At the scale that nobody here has", and the numbers of at-scale.svg.
+"""Compute the table of docs/dimensions.md, "At the scale that nobody here has", and the numbers of at-scale.svg.
 
 PYTHONPATH=scripts python docs/figures/at_scale.py
 
@@ -57,7 +57,7 @@ def at_scale(method: str, gpus: int) -> AtScale:
 
 
 def page_table() -> str:
-    """Return the table of docs/comparison.md."""
+    """Return the table of docs/dimensions.md."""
     gpus = GPUS[-1]
     heads = ["GiB that a rank holds", "GB that a rank sends in a step", "GB of these that leave its node"]
     lines = [f"| On {gpus:,} GPUs | {' | '.join(heads)} |", "|" + " --- |" * 4]
