@@ -18,12 +18,16 @@ TEXTS = """Object.fromEntries(["points", "quiz", "figure"].map((kind) => [kind,
 # Load all figures, and return the alternative texts of those that cannot be shown
 BROKEN_FIGURES = """Promise.all([...document.images].map((each) => each.decode().then(() => null, () => each.alt)))
   .then((all) => all.filter(Boolean))"""
-# Return the shown slide if a part of it is cut, or if its figure fills neither the width nor the height
+# Return the shown slide if a part of it is cut, or if its figure fills neither the width nor the height that a caption
+# below it leaves
 CUT = """[...document.querySelectorAll("section")].filter((each) => each.checkVisibility())
   .filter((each) => each.scrollHeight > each.clientHeight || each.scrollWidth > each.clientWidth ||
-    [...each.querySelectorAll("img")].some(({ clientWidth, clientHeight, naturalWidth, naturalHeight }) => {
+    [...each.querySelectorAll("img")].some((image) => {
+      const { clientWidth, clientHeight, naturalWidth, naturalHeight, parentElement } = image;
       const scale = Math.min(clientWidth / naturalWidth, clientHeight / naturalHeight);
-      return scale * naturalWidth < 0.95 * each.clientWidth && scale * naturalHeight < 0.95 * each.clientHeight }))
+      const caption = parentElement.className === "wide" ? parentElement.querySelector("p")?.clientHeight ?? 0 : 0;
+      return scale * naturalWidth < 0.95 * each.clientWidth &&
+        scale * naturalHeight < 0.95 * (parentElement.clientHeight - caption) }))
   .map((each) => each.innerText)"""
 SHOWN = """[...document.querySelectorAll("section")].filter((each) => each.checkVisibility()).map((each) => each.id)"""
 NOTES = """[...document.querySelectorAll("aside")].filter((each) => each.checkVisibility())
