@@ -58,7 +58,7 @@ def source(path: str, name: str) -> None:
 
 
 def box(page: str) -> None:
-    """Print the box of another page, its lines that begin with >. Both pages need it, and only one can be its source."""
+    """Print the box of another page: its lines that begin with >."""
     show(*re.findall(r"^>.*", page_text(page), re.MULTILINE))
 
 

@@ -1,7 +1,7 @@
 """Build slides.html, the slides of the afternoon, and print docs/instructor/sheet.md on one page.
 
 slides.html is a single file, which a browser projects and prints without a network. Each page of the afternoon gives
-its title and questions, its figures, its key points, the commands of "Start now" and its quiz. The order of the pages is
+its title and questions, its figures, key points, the commands of "Start now" and its quiz. The order of the pages is
 that of experiments/agendas.yaml, which also has `say`, the notes for the speaker. The key n shows these notes, and the
 answers of the quiz.
 """
