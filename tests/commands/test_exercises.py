@@ -427,7 +427,7 @@ def test_unsupported_pipeline_settings_give_one_error_line(python, ranks, flags,
     [
         path.relative_to(REPOSITORY)
         for path in sorted((REPOSITORY / "exercises").rglob("*.py"))
-        if "torch.optim." in path.read_text() and path.name != "loop.py"  # which trains on GPUs
+        if "torch.optim." in path.read_text()
     ],
     ids=str,
 )
