@@ -1,14 +1,14 @@
 """The exercises as a participant runs them: the solutions pass the check, which lists the open gaps of exercises."""
 
-import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from helpers import LAUNCHERS, REPOSITORY, Finished
+from helpers import LAUNCHERS, REPOSITORY, Finished, program
 from workbench import Bench
 
 SOLUTION = "exercises/solution/data_parallel.py"
@@ -62,17 +62,35 @@ def test_the_finished_exercises_are_right(python):
 
 
 @pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6), (RING, 4)])
-def test_an_exercise_differs_from_its_solution_only_in_open_gaps(python, solution, gaps):
-    exercise = solution.replace("solution/", "")
+def test_the_gaps_of_a_new_exercise_are_open(python, tmp_path, solution, gaps):
+    exercise = tmp_path / "exercise.py"
+    exercise.write_text(program("exercises/make.py").cut_gaps((REPOSITORY / solution).read_text()))
     done = python("exercises/check.py", exercise)
     report = "".join(f"gap {number}: open\n" for number in range(1, gaps + 1))
     assert (done.code, done.out) == (1, report), done
-    with_gaps, finished = (ast.parse((REPOSITORY / path).read_text()) for path in (exercise, solution))
-    for tree in (with_gaps, finished):
-        for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef) and "Gap " in (ast.get_docstring(function) or ""):
-                del function.body[1:]
-    assert ast.unparse(with_gaps) == ast.unparse(finished)
+
+
+def test_exercises_are_made_from_their_solutions_and_your_own_code_stays(tmp_path):
+    """Without git, and in a clone: the command overwrites only what is committed."""
+    shutil.copytree(REPOSITORY / "exercises/solution", tmp_path / "solution")
+    make = shutil.copy(REPOSITORY / "exercises/make.py", tmp_path)
+    shard = tmp_path / "shard.py"
+    assert command(make).returncode == 0
+    made = shard.read_text()
+    assert made.count("NotImplementedError") == 4
+    shard.write_text("solved")
+    done = command(make)
+    why = "git has no committed file to compare with; run this command in a git clone, or remove the file first"
+    assert (done.returncode, done.stderr) == (2, f"error: exercises/shard.py: {why}\n")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", tmp_path]
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=x"]):
+        subprocess.run([*git, *words], check=True)
+    assert (command(make).returncode, shard.read_text()) == (0, made), "git has this file, so it may be overwritten"
+    shard.write_text("solved again")
+    done = command(make)
+    why = "differs from the committed file; commit your changes, or undo them with git restore"
+    assert (done.returncode, done.stderr) == (2, f"error: exercises/shard.py: {why}\n")
+    assert shard.read_text() == "solved again"
 
 
 # Each case: a solution file, a correct line, a wrong replacement for this line, the gap's number, the check's message
