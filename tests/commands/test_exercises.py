@@ -286,6 +286,9 @@ WRONG_RING = {
     "hang because all ranks send first": (
         "    message = dist.isend(block, following)\n", "    message = dist.Work()\n    dist.send(block, following)\n",
         "gap 2", r"hangs: .*; in exchange\(\): isend\(\) first, then recv\(\), then wait\(\) of the object .*"),
+    "message not waited for": (
+        "    message.wait()\n", "", "gap 2",
+        r"exchange\(\) does not wait for the block that it sends, .* call wait\(\) of the object that .*"),
     "transpose of all dimensions": (
         "weights.mT @ gradient\n", "weights.T @ gradient\n", "gap 3", r"RuntimeError in line \d+: .*"),
     "softmax of one block": (
