@@ -37,28 +37,25 @@ def command(*words: object, processes: int = 0) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
 
 
+# Of each solution: the number of its gaps, the check of all gaps together, the page that follows, and the next command
+FINISHED = [
+    (SOLUTION, 6, "", (), "docs/by-hand.md", f"--nproc_per_node=2 {SOLUTION} --zero1"),
+    (SHARD, 4, "losses and bytes", (2, 4), "docs/ddp.md", f"--nproc_per_node=2 {SHARD}"),
+    (PIPELINE, 6, "losses and gradients", (2, 3, 4), "docs/pipeline.md",
+     f"--nproc_per_node=4 {PIPELINE} --schedule 1f1b"),
+    (RING, 4, "output, gradients and bytes", (1, 2, 3, 4), "docs/long-texts.md", f"--nproc_per_node=4 {RING}"),
+]  # fmt: skip
+
+
 @pytest.mark.promise("exercises have gaps and a correct solution")
-def test_the_finished_exercises_are_right(python):
-    gaps = "".join(f"gap {number}: right\n" for number in range(1, 7))
-    done = python("exercises/check.py", SOLUTION)
-    right, following = done.out.split("All is right. ")
-    assert (done.code, right) == (0, gaps), done
-    assert following.endswith(f"torchrun --nproc_per_node=2 {SOLUTION} --zero1\n")
-    done = python("exercises/check.py", SHARD)
-    together = "".join(f"losses and bytes on {ranks} ranks: right\n" for ranks in (2, 4))
-    right, following = done.out.split("All is right. ")
-    assert (done.code, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
-    assert following.endswith(f"docs/ddp.md:\n    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 {SHARD}\n")
-    done = python("exercises/check.py", PIPELINE)
-    together = "".join(f"losses and gradients on {ranks} ranks: right\n" for ranks in (2, 3, 4))
-    right, following = done.out.split("All is right. ")
-    assert (done.code, right) == (0, gaps + together), done
-    assert following.endswith(f"torchrun --nproc_per_node=4 {PIPELINE} --schedule 1f1b\n")
-    done = python("exercises/check.py", RING)
-    together = "".join(f"output, gradients and bytes on {ranks} ranks: right\n" for ranks in (1, 2, 3, 4))
-    right, following = done.out.split("All is right. ")
-    assert (done.code, right) == (0, gaps[: len(gaps) // 6 * 4] + together), done
-    assert following.endswith(f"docs/long-texts.md:\n    OMP_NUM_THREADS=1 torchrun --nproc_per_node=4 {RING}\n")
+@pytest.mark.parametrize(("solution", "gaps", "together", "worlds", "page", "following"), FINISHED)
+def test_a_finished_exercise_is_right(python, solution, gaps, together, worlds, page, following):
+    done = python("exercises/check.py", solution)
+    expected = [f"gap {number}: right" for number in range(1, gaps + 1)]
+    expected += [f"{together} on {ranks} ranks: right" for ranks in worlds]
+    expected += [f"All is right. Next, run this command, then continue with {page}:"]
+    expected += [f"    OMP_NUM_THREADS=1 torchrun {following}"]
+    assert (done.code, done.out.splitlines()) == (0, expected), done
 
 
 @pytest.mark.parametrize(("solution", "gaps"), [(SOLUTION, 6), (SHARD, 4), (PIPELINE, 6), (RING, 4)])
