@@ -90,30 +90,33 @@ def test_exercises_are_made_from_their_solutions_and_your_own_code_stays(tmp_pat
     assert shard.read_text() == "solved again"
 
 
-# Each case: a solution file, a correct line, a wrong replacement for this line, the gap's number, the check's message
-WRONG = [
-    (SOLUTION, "        parameter.grad /= world\n", "", 4,
-     r"wrong: rank \d: the mean of the gradients 1 and 3 is 2, but the gradient of weight is 4"),
-    (SOLUTION, "return batch[rank::world]", "return batch", 2,
-     r"wrong: rank \d: the shapes of the ranks' parts are \[\(6, 2\), \(6, 2\)\] instead of \[\(3, 2\), \(3, 2\)\]"),
-    (SOLUTION, "dist.broadcast(parameter.data, src=0)", "pass", 3,
-     "wrong: rank 1: weight differs from weight on rank 0"),
-    (SOLUTION, "length = len(flat) // world\n    return flat[rank * length : (rank + 1) * length]",
-     'raise NotImplementedError("gap 5")', 6, r"open \(gap 5\)"),
-    (RING, "return (rank - turn) % world", 'raise NotImplementedError("gap 2")', 2, r"open: owner_of_block\(\)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("solution", "right", "wrong", "gap", "message"), WRONG)
-def test_check_names_a_wrong_gap_and_the_reason(python, tmp_path, solution, right, wrong, gap, message):
+@pytest.mark.parametrize(
+    ("solution", "right", "gap", "line"),
+    [
+        (SOLUTION, "length = len(flat) // world\n    return flat[rank * length : (rank + 1) * length]", 5,
+         "gap 6: open (gap 5)"),
+        (RING, "return (rank - turn) % world", 2, "gap 2: open: owner_of_block()"),
+    ],
+)  # fmt: skip
+def test_check_names_the_open_gap_that_is_needed_and_an_open_function(python, tmp_path, solution, right, gap, line):
     text = (REPOSITORY / solution).read_text()
     assert text.count(right) == 1
-    (tmp_path / "mine.py").write_text(text.replace(right, wrong))
+    (tmp_path / "mine.py").write_text(text.replace(right, f'raise NotImplementedError("gap {gap}")'))
     done = python("exercises/check.py", tmp_path / "mine.py")
-    assert done.code == 1, done
-    assert re.fullmatch(rf"gap {gap}: (?:{message})", done.out.splitlines()[gap - 1]), done
+    assert done.code == 1 and line in done.out.splitlines(), done
 
 
+# Each case: a correct text of the solution of data_parallel.py, a wrong replacement, the gap, and the check's message
+WRONG_DATA_PARALLEL = {
+    "sum of the gradients": (
+        "        parameter.grad /= world\n", "", "gap 4",
+        r"the mean of the gradients 1 and 3 is 2, but the gradient of weight is 4"),
+    "all rows on each rank": (
+        "return batch[rank::world]", "return batch", "gap 2",
+        r"the shapes of the ranks' parts are \[\(6, 2\), \(6, 2\)\] instead of \[\(3, 2\), \(3, 2\)\]"),
+    "unequal beginning": (
+        "dist.broadcast(parameter.data, src=0)", "pass", "gap 3", "weight differs from weight on rank 0"),
+}  # fmt: skip
 # Each case: a correct text of the solution of shard.py, a wrong replacement, the check that finds it, and its message
 REDUCE_SCATTER = "        dist.reduce_scatter_single(self.part.grad, self.whole.grad)\n"
 GATHER_AGAIN = """        allocate(self.whole)
@@ -333,7 +336,12 @@ for line, file in zip(sys.argv[2::2], sys.argv[3::2]):
 
 @pytest.mark.parametrize(
     ("solution", "table", "cases"),
-    [(SHARD, "SHARD", WRONG_SHARD), (PIPELINE, "PIPELINE", WRONG_PIPELINE), (RING, "RING", WRONG_RING)],
+    [
+        (SOLUTION, "DATA_PARALLEL", WRONG_DATA_PARALLEL),
+        (SHARD, "SHARD", WRONG_SHARD),
+        (PIPELINE, "PIPELINE", WRONG_PIPELINE),
+        (RING, "RING", WRONG_RING),
+    ],
 )
 def test_check_names_each_typical_mistake(tmp_path, solution, table, cases):
     text = (REPOSITORY / solution).read_text()
