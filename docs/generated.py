@@ -135,15 +135,14 @@ def needs_a_gpu(config: Path | None) -> bool:
 
 
 def index(*families: str) -> None:
-    """Print the experiments of some families, with the first sentence of each script's comment."""
+    """Print the experiments of some families, with the first line of each script's comment."""
     pages = {section_of(family) for family in families}
     rows = []
     for name, script in scripts().items():
         page = section_of(name)
         if not any(f"{name}/".startswith(f"{family}/") for family in families) or page not in pages:
             continue
-        comment, _, _ = script.read_text(encoding="utf-8").partition("#     ")  # without the command
-        about = re.findall(r".+?\.(?= |$)|.+", " ".join(re.findall(r"^# (.*)", comment, re.MULTILINE)))[0]
+        about = script.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
         config = config_of(name)
         asked = read_directives(script)
         if needs_a_gpu(config):

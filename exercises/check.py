@@ -53,18 +53,8 @@ def main() -> None:
         )
     exercise = load(arguments.file)
     gaps = gap_functions(arguments.file.read_text())
-    if hasattr(exercise, "own_layers"):
-        checks, together, title, worlds = PIPELINE, check_training, "losses and gradients", (2, 3, 4)
-        ranks, flags, page = 4, " --schedule 1f1b", "docs/pipeline.md"
-    elif hasattr(exercise, "ShardedLinear"):
-        checks, together, title, worlds = SHARD, check_sharded_training, "losses and bytes", (2, 4)
-        ranks, flags, page = 2, "", "docs/ddp.md"
-    elif hasattr(exercise, "RingAttention"):
-        checks, together, title, worlds = RING, check_ring_attention, "output, gradients and bytes", (1, 2, 3, 4)
-        ranks, flags, page = 4, "", "docs/long-texts.md"
-    else:
-        checks, together, title, worlds = DATA_PARALLEL, None, "", ()
-        ranks, flags, page = 2, " --zero1", "docs/by-hand.md"
+    known = next((name for name in EXERCISES if hasattr(exercise, name)), "join")
+    checks, together, title, worlds, ranks, flags, page = EXERCISES[known]
 
     results = []
     for number, (check, world) in enumerate(checks.items(), start=1):
@@ -106,6 +96,10 @@ def load(path: Path) -> ModuleType:
         reason = traceback.format_exc(limit=-1)
         sys.exit(f"error: {path}: Python cannot load this file; correct it and check again:\n{reason}")
     return module
+
+
+def solution(name: str) -> ModuleType:
+    return load(HERE / "solution" / f"{name}.py")
 
 
 def run_check(check, exercise: ModuleType, world: int) -> str:
@@ -250,11 +244,6 @@ DATA_PARALLEL = dict.fromkeys(
 # exercises/shard.py
 
 
-def right_shard(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    length = math.ceil(len(flat) / world)
-    return nn.functional.pad(flat, (0, length * world - len(flat)))[rank * length : (rank + 1) * length]
-
-
 def check_shard(exercise: ModuleType, rank: int) -> None:
     for numbers, world in ((8, 4), (5, 2), (5, 4)):
         flat = torch.arange(1.0, numbers + 1)
@@ -268,13 +257,13 @@ def check_shard(exercise: ModuleType, rank: int) -> None:
             f"{numbers} numbers on {world} ranks give parts of {lengths} numbers instead of {expected}; {remedy}"
         )
         found = [part.tolist() for part in parts]
-        right = [right_shard(flat, each, world).tolist() for each in range(world)]
+        right = [solution("shard").shard(flat, each, world).tolist() for each in range(world)]
         assert found == right, f"the parts of {flat.tolist()} on {world} ranks are {found} instead of {right}"
 
 
 def make_sharded(exercise: ModuleType, rank: int) -> tuple[nn.Linear, nn.Module, torch.Tensor]:
     """Return a layer of 5 numbers, the same layer sharded, and its padded flat tensor."""
-    exercise.shard = right_shard  # so that a mistake in gap 1 does not fail the other gaps
+    exercise.shard = solution("shard").shard  # so that a mistake in gap 1 does not fail the other gaps
     torch.manual_seed(0)
     linear = nn.Linear(4, 1)
     flat = torch.cat([linear.weight.detach().flatten(), linear.bias.detach(), torch.zeros(1)])
@@ -379,7 +368,7 @@ def check_parts_and_whole(layer: nn.Module, flat: torch.Tensor, rank: int, whole
     assert has_memory(layer.part), (
         "self.part is freed, and no other rank has this part of the weights; free the gathered layer, self.whole"
     )
-    assert torch.equal(layer.part.data, right_shard(flat, rank, WORLD)), (
+    assert torch.equal(layer.part.data, solution("shard").shard(flat, rank, WORLD)), (
         "self.part has changed; only Adam may change this rank's part of the weights"
     )
 
@@ -416,7 +405,7 @@ def check_reduce_scatter(exercise: ModuleType, rank: int) -> None:
         "self.part has no gradient, so Adam does not update it. Adam must step on the part, because the whole layer is "
         "freed; store the part's mean gradient in self.part.grad"
     )
-    mean = right_shard(2 * numbers, rank, WORLD)
+    mean = solution("shard").shard(2 * numbers, rank, WORLD)
     reason = "it must be this rank's part of the mean over the ranks"
     if torch.allclose(found, mean * WORLD):
         reason = "this is the sum over the ranks; divide it by self.world"
@@ -467,7 +456,7 @@ def check_sharded_training(exercise: ModuleType, rank: int) -> None:
         )
     for layer, linear in zip(layers, (reference[0], reference[2]), strict=True):
         flat = torch.cat([linear.weight.detach().flatten(), linear.bias.detach()])
-        assert torch.allclose(layer.part, right_shard(flat, rank, world), atol=1e-6), (
+        assert torch.allclose(layer.part, solution("shard").shard(flat, rank, world), atol=1e-6), (
             "after two steps, the rank's part differs from the weights in one process"
         )
     numbers = sum(len(layer.part) for layer in layers)
@@ -592,26 +581,18 @@ def compare_gradients(layers: nn.Sequential, reference: nn.Sequential) -> None:
 
 
 def check_gpipe(exercise: ModuleType, rank: int) -> None:
-    micro_batches = range(5)
-    expected = [(what, micro) for what in ("forward", "backward") for micro in micro_batches]
-    compare_orders(exercise.gpipe(rank, 2, 5), expected, f"order for rank {rank} of 2 with 5 micro batches")
+    compare_orders(exercise, "gpipe", rank, 2, 5)
 
 
 def check_1f1b(exercise: ModuleType, rank: int) -> None:
     for world, micro_batches in ((2, 3), (4, 8), (4, 2)):
         for each in range(world):
-            expected, done = [], {"forward": 0, "backward": 0}
-            while done["backward"] < micro_batches:
-                kept = done["forward"] - done["backward"]
-                has_room = kept < world - each and done["forward"] < micro_batches
-                what = "forward" if has_room else "backward"
-                expected.append((what, done[what]))
-                done[what] += 1
-            found = exercise.one_forward_one_backward(each, world, micro_batches)
-            compare_orders(found, expected, f"order for rank {each} of {world} with {micro_batches} micro batches")
+            compare_orders(exercise, "one_forward_one_backward", each, world, micro_batches)
 
 
-def compare_orders(found: list, expected: list, place: str) -> None:
+def compare_orders(exercise: ModuleType, schedule: str, *arguments: int) -> None:
+    found, expected = (getattr(module, schedule)(*arguments) for module in (exercise, solution("pipeline")))
+    place = "order for rank {} of {} with {} micro batches".format(*arguments)
     for number, (actual, right) in enumerate(itertools.zip_longest(found, expected, fillvalue="nothing"), start=1):
         assert actual == right, f"{place}: entry {number} of the order is {actual} instead of {right}"
 
@@ -647,10 +628,6 @@ PIPELINE = {check_own_layers: 1, check_forward: 3, check_backward: 3, check_gpip
 
 
 # exercises/ring.py
-
-
-def solution_of_ring() -> ModuleType:
-    return load(HERE / "solution" / "ring.py")
 
 
 def compare_shapes(name: str, found: torch.Tensor, right: torch.Tensor) -> None:
@@ -702,14 +679,11 @@ def explain_merge(merged: tuple, first: tuple, second: tuple, *, small_is_right:
         return f"merge() is right for small scores, but exp(1000) is infinite; {remedy}, which is at most 1"
     if len(merged.maximum.unique()) == 1:
         return "all rows get the same maximum; each row needs its own, so use torch.maximum()"
-    added = [name for name in ("total", "output") if torch.allclose(*plain_sum(name, merged, first, second))]
+    sums = {"total": first.total + second.total, "output": first.output + second.output}
+    added = [name for name, each in sums.items() if torch.allclose(getattr(merged, name), each)]
     if added:
         return f"merge() adds {' and '.join(added)} without rescaling, but the parts have different maxima; {remedy}"
     return f"the softmax of both parts together is wrong; {remedy}, then add them"
-
-
-def plain_sum(name: str, merged: tuple, first: tuple, second: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    return getattr(merged, name), getattr(first, name) + getattr(second, name)
 
 
 def check_ring(exercise: ModuleType, rank: int) -> None:
@@ -732,12 +706,22 @@ def check_ring(exercise: ModuleType, rank: int) -> None:
         )
         return receive(tensor, *arguments, **options)
 
-    dist.recv = watched
+    waits, wait_for = [], dist.Work.wait
+
+    def watched_wait(*arguments):
+        waits.append(arguments)
+        return wait_for(*arguments)
+
+    dist.recv, dist.Work.wait = watched, watched_wait
     found = exercise.exchange(block, following, previous)
     assert torch.all(block == rank), (
         "exchange() has changed the block that it sends; receive into a new tensor, torch.empty_like(block)"
     )
     assert isinstance(found, torch.Tensor), f"exchange() returns {found} instead of the block that it has received"
+    assert len(waits) > 1, (
+        "exchange() does not wait for the block that it sends, which may never arrive; after recv(), call wait() of "
+        "the object that isend() returned"
+    )
     names = {rank: "its own block", following: "the block of the rank `following`"}
     assert torch.all(found == previous), (
         f"exchange() returns {names.get(found.flatten()[0].item(), 'other numbers')} instead of the block of the rank "
@@ -794,7 +778,7 @@ def check_attend_backward(exercise: ModuleType, rank: int) -> None:
     lse, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ values
     keys, values, scores = keys[:, 3:], values[:, 3:], scores[..., 3:]  # the block has half of the keys
     arguments = (scores, lse, output, gradient, queries, keys, values)
-    expected = solution_of_ring().attend_backward(*arguments)
+    expected = solution("ring").attend_backward(*arguments)
     found = exercise.attend_backward(*arguments)
     weights, of_weights = (scores - lse).exp(), gradient @ values.mT
     names = ["queries", "keys", "values"]
@@ -833,14 +817,14 @@ def check_attend_backward(exercise: ModuleType, rank: int) -> None:
 
 
 def check_ring_backward(exercise: ModuleType, rank: int) -> None:
-    solution, world = solution_of_ring(), dist.get_world_size()
+    reference, world = solution("ring"), dist.get_world_size()
     for name in ("merge", "log_sum_exp", "owner_of_block", "needed_pairs", "exchange", "attend_backward"):
-        setattr(exercise, name, getattr(solution, name))  # so that a mistake in another gap does not fail this one
-    inputs, expected, gradient = solution.attend_whole(12)
+        setattr(exercise, name, getattr(reference, name))  # so that a mistake in another gap does not fail this one
+    inputs, expected, gradient = reference.attend_whole(12)
     for zigzag in (False, True):
         ring = exercise.Ring(rank, world, zigzag=zigzag)
         own = [ring.own_part(tensor.detach()) for tensor in inputs]
-        output, lse = solution.ring_forward(ring, *own)
+        output, lse = reference.ring_forward(ring, *own)
         sent, computed = ring.sent, ring.computed
         found = exercise.ring_backward(ring, *own, output, lse, ring.own_part(gradient))
         sent, twice = ring.sent - sent, ring.computed
@@ -854,12 +838,12 @@ def check_ring_backward(exercise: ModuleType, rank: int) -> None:
             reason = "differs from that of one process; it is the sum over the pairs of all turns"
             if not each.any():
                 reason = "is 0; to add to a piece, use +=, which changes the whole tensor"
-            elif torch.allclose(each, solution.Ring(following, world, zigzag=zigzag).own_part(whole)):
+            elif torch.allclose(each, reference.Ring(following, world, zigzag=zigzag).own_part(whole)):
                 reason = (
                     f"is that of rank {following}: one turn is missing. After the last turn the gradients are one rank "
                     "away from their owner; pass them on once more"
                 )
-            elif torch.allclose(each, solution.Ring(previous, world, zigzag=zigzag).own_part(whole)):
+            elif torch.allclose(each, reference.Ring(previous, world, zigzag=zigzag).own_part(whole)):
                 reason = f"is that of rank {previous}: one turn too many"
             elif name != "queries" and sent <= right / 2:
                 reason = (
@@ -901,6 +885,31 @@ def check_ring_attention(exercise: ModuleType, rank: int) -> None:
 
 
 RING = {check_merge: 1, check_ring: 3, check_attend_backward: 1, check_ring_backward: 3}
+
+# A name that only this exercise has: its checks; the check after the last gap, its title and its numbers of ranks; the
+# ranks and flags of the next command, and the page to continue with
+EXERCISES = {
+    "join": (DATA_PARALLEL, None, "", (), 2, " --zero1", "docs/by-hand.md"),
+    "ShardedLinear": (SHARD, check_sharded_training, "losses and bytes", (2, 4), 2, "", "docs/ddp.md"),
+    "own_layers": (
+        PIPELINE,
+        check_training,
+        "losses and gradients",
+        (2, 3, 4),
+        4,
+        " --schedule 1f1b",
+        "docs/pipeline.md",
+    ),
+    "RingAttention": (
+        RING,
+        check_ring_attention,
+        "output, gradients and bytes",
+        (1, 2, 3, 4),
+        4,
+        "",
+        "docs/long-texts.md",
+    ),
+}
 
 
 if __name__ == "__main__":

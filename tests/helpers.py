@@ -7,6 +7,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import socket
 import sys
 import time
@@ -166,10 +167,19 @@ def until(
         time.sleep(pause)
 
 
-def make_workplace(folder: Path) -> Path:
-    """Create a directory in which the pages' commands work as printed and which receives their results."""
+def make_workplace(
+    folder: Path, *copies: str, links: tuple[str, ...] = ("scripts", "ds_configs", "fsdp_configs", "data")
+) -> Path:
+    """Create a directory in which the pages' commands work as printed and which receives their results.
+
+    copies: folders of the repository to copy, without results of runs and without your own site and experiments.
+    links: files and folders of the repository to link.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("scripts", "ds_configs", "fsdp_configs", "data"):
+    unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out", "own", "site")
+    for name in copies:
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=unwanted)
+    for name in links:
         (folder / name).symlink_to(REPOSITORY / name)
     return folder
 

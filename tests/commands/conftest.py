@@ -20,7 +20,7 @@ from browser import Page
 
 # pytest finds these fixtures by their names in this module
 from fixtures import clean_machine, refusal, sample  # noqa: F401
-from helpers import REPOSITORY, Finished
+from helpers import REPOSITORY, Finished, make_workplace
 from shell import start_stub
 
 
@@ -43,12 +43,9 @@ def command(tmp_path) -> Callable[..., Finished]:
 @pytest.fixture
 def workshop(tmp_path) -> Path:
     """A copy of the code under a path that breaks a script with unquoted variables. `stub` adds experiments/mine/x."""
-    root = tmp_path / 'it\'s $HOME; a "shop"'
-    unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out", "own")
-    for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=unwanted)
+    folders = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
+    root = make_workplace(tmp_path / 'it\'s $HOME; a "shop"', *folders, links=())
     shutil.copy(REPOSITORY / "pyproject.toml", root)
-    (root / "experiments/site").unlink(missing_ok=True)
     return root
 
 

@@ -6,16 +6,14 @@ EXERCISES = [f"../exercises/{name}.py" for name in ("data_parallel", "shard", "p
 PROGRAMS = ["train.py", "evaluate.py", "ask.py", *EXERCISES]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_without_a_gpu_the_threads_of_openmp_spin_briefly(command, program):
+@pytest.mark.parametrize(
+    ("program", "choice", "count"),
+    [*((program, {}, "1000") for program in PROGRAMS), ("ask.py", {"OMP_WAIT_POLICY": "active"}, "30000000000")],
+)
+def test_without_a_gpu_and_a_choice_of_the_user_the_threads_of_openmp_spin_briefly(command, program, choice, count):
     """By default they spin for milliseconds, and a run next to busy programs is many times slower."""
-    finished = command(program, "--help", OMP_DISPLAY_ENV="verbose")
-    assert "GOMP_SPINCOUNT = '1000'" in finished.err, finished
-
-
-def test_the_users_own_choice_of_waiting_threads_stays(command):
-    finished = command("ask.py", "--help", OMP_DISPLAY_ENV="verbose", OMP_WAIT_POLICY="active")
-    assert "GOMP_SPINCOUNT = '30000000000'" in finished.err, finished
+    finished = command(program, "--help", OMP_DISPLAY_ENV="verbose", **choice)
+    assert f"GOMP_SPINCOUNT = '{count}'" in finished.err, finished
 
 
 @pytest.mark.parametrize("program", ["train.py", "estimate_memory.py", "gpu_check.py"])

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks
+from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, program
 
 
 def git(*arguments: object, **options: object) -> str:
@@ -36,6 +36,13 @@ def test_the_log_folders_are_tracked_and_their_content_is_not():
 def test_git_checks_out_scripts_with_unix_line_ends():
     scripts = [EXPERIMENT_SCRIPTS[0], REPOSITORY / "experiments/job.sh", REPOSITORY / "experiments/sites/mine.sh"]
     assert git("check-attr", "eol", "--", *scripts).count(": eol: lf\n") == len(scripts)
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "shard", "pipeline", "ring"])
+def test_a_committed_exercise_is_its_solution_with_gaps(name):
+    """The working tree does not count: there, a participant solves the gaps."""
+    exercise = program("exercises/make.py").cut_gaps(git("show", f"HEAD:exercises/solution/{name}.py"))
+    assert exercise == git("show", f"HEAD:exercises/{name}.py"), "run python exercises/make.py and commit"
 
 
 def test_no_tracked_file_holds_a_key():

@@ -11,22 +11,18 @@ from helpers import LAUNCHERS, REPOSITORY
 
 HANGS = REPOSITORY / "exercises/hangs"
 PROCESSES = {"straggler.py": 4}
-BROKEN = {
-    # The exit code of each broken job, and a pattern in its output
-    "skipped.py": (None, r"rank 1: done|step 1|Timed out|error"),
-    "port.sh": (0, r"EADDRINUSE"),
-    "world_size.sh": (0, r"[Tt]imed out"),
-    "missing_file.py": (1, r"FileNotFoundError: .*disk_of_node1_"),
-    "straggler.py": (0, r"rank 0: 0\.2\d s per step"),
-    "host_memory.py": (1, r"exitcode  : -9 .*\n.*\n.*Signal 9 \(SIGKILL\) received"),
-}
-DONE = {
-    "skipped.py": r"rank 1: done",
-    "port.sh": r"bob: rank 1 counts 2 ranks",
-    "world_size.sh": r"job: rank 1 counts 2 ranks",
-    "missing_file.py": r"rank 1: done, \d+ bytes on each node",
-    "straggler.py": r"rank 0: 0\.0\d s per step",
-    "host_memory.py": r"rank 1: done, trains on 125000 questions",
+JOBS = {
+    # Of each job: the exit code as it is broken, and a pattern in its output as it is broken, and as it is repaired
+    "skipped.py": (None, r"rank 1: done|step 1|Timed out|error", r"rank 1: done"),
+    "port.sh": (0, r"EADDRINUSE", r"bob: rank 1 counts 2 ranks"),
+    "world_size.sh": (0, r"[Tt]imed out", r"job: rank 1 counts 2 ranks"),
+    "missing_file.py": (1, r"FileNotFoundError: .*disk_of_node1_", r"rank 1: done, \d+ bytes on each node"),
+    "straggler.py": (0, r"rank 0: 0\.2\d s per step", r"rank 0: 0\.0\d s per step"),
+    "host_memory.py": (
+        1,
+        r"exitcode  : -9 .*\n.*\n.*Signal 9 \(SIGKILL\) received",
+        r"rank 1: done, trains on 125000 questions",
+    ),
 }
 
 
@@ -38,20 +34,13 @@ def run(folder: str | Path, name: str, *words: object, cwd: Path = REPOSITORY):
     return subprocess.run([*launch, path, *words], cwd=cwd, env=environment, timeout=300, check=False, **streams)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_job_fails_as_the_page_says(name):
-    code, words = BROKEN[name]
-    done = run("exercises/hangs", name)
-    assert code is None or done.returncode == code, done.stdout
-    assert re.search(words, done.stdout), done.stdout
-
-
 @pytest.mark.promise("exercises have gaps and a correct solution")
-@pytest.mark.parametrize("name", DONE)
-def test_a_repaired_job_runs_to_its_end(name):
-    done = run("exercises/solution/hangs", name)
-    assert done.returncode == 0, done.stdout
-    assert re.search(DONE[name], done.stdout), done.stdout
+@pytest.mark.parametrize("name", JOBS)
+def test_a_broken_job_fails_as_the_page_says_and_a_repaired_one_runs_to_its_end(name):
+    broken, symptom, result = JOBS[name]
+    for folder, code, words in (("exercises/hangs", broken, symptom), ("exercises/solution/hangs", 0, result)):
+        done = run(folder, name)
+        assert code in (None, done.returncode) and re.search(words, done.stdout), done.stdout
 
 
 @pytest.mark.promise("when a run hangs, each rank that still runs leaves its last collectives")

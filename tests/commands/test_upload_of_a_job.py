@@ -63,14 +63,11 @@ def test_a_key_that_others_can_read_is_not_used(job, workshop, mode):
     assert calls == []
 
 
-def test_nothing_is_uploaded_unless_the_site_enables_it(job):
-    printed, _, calls = job()
-    assert calls == []
-    assert "Weights & Biases" not in printed
+STOPPED = {"lines": "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$", "WANDB_ONLINE": 1}
 
 
-def test_a_stopped_job_uploads_nothing(job):
-    lines = "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$"
-    printed, _, calls = job(lines=lines, WANDB_ONLINE=1)
+@pytest.mark.parametrize(("how", "said"), [({}, 0), (STOPPED, 1)], ids=["not enabled by the site", "stopped"])
+def test_a_job_uploads_nothing(job, how, said):
+    printed, _, calls = job(**how)
     assert calls == []
-    assert "not uploaded to Weights & Biases; to upload later" in printed
+    assert printed.count("not uploaded to Weights & Biases; to upload later") == printed.count("Weights & Bi") == said

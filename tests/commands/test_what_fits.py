@@ -64,11 +64,6 @@ ALL_SEEN = """(() => { const page = document.documentElement;
 })()"""
 
 
-@pytest.fixture(scope="module")
-def models_folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
 def visit(page, address):
     """Load a page with these choices in its address."""
@@ -94,21 +89,17 @@ def screen(page, width: int) -> None:
     page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
 
 
-def numbers() -> dict:
-    return json.loads(COMPUTE.NUMBERS.read_text())
-
-
 @pytest.mark.promise("What fits where shows the numbers of estimate_memory.py, also on the first page")
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())) or "defaults")
-def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, setting, monkeypatch):
+def test_page_shows_the_estimates_of_the_program(page, visit, tmp_path, setting, monkeypatch):
     monkeypatch.chdir(REPOSITORY)  # the directory in which a user runs the copied command
     visit("method=zero3")
     choose(page, **setting)
     shown = page.evaluate(READ_ROWS)
     command = page.evaluate("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]
     chosen = page.evaluate("document.querySelector('#methods input:checked').value")
-    COMPUTE.model_flags(models_folder)  # writes the config.json files of the Hub's models
-    command = [str(models_folder / word) if word in COMPUTE.DOWNLOADED else word for word in command]
+    COMPUTE.model_flags(tmp_path)  # writes the config.json files of the Hub's models
+    command = [str(tmp_path / word) if word in COMPUTE.DOWNLOADED else word for word in command]
     settings = parse_memory_plan(command, environment={})
     if chosen != "DDP":
         assert f"/{chosen}.json)" in page.evaluate("document.querySelector('#chosen h3').textContent")
@@ -119,7 +110,7 @@ def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, set
             variables = dict(word.split("=") for word in words if re.match(r"[A-Z_0-9]+=", word))
             submitted = parse_memory_plan([], environment=variables).flat()
             model = submitted["model_name"]
-            submitted["model_name"] = str(models_folder / model) if model in COMPUTE.DOWNLOADED else model
+            submitted["model_name"] = str(tmp_path / model) if model in COMPUTE.DOWNLOADED else model
             asked = settings.flat()
             assert [submitted[knob.flag] for knob in KNOBS] == [asked[knob.flag] for knob in KNOBS]
     if settings.estimate.gpus > 1:
@@ -227,7 +218,8 @@ def test_a_question_sets_and_marks_controls_and_scrolls_to_them(page, visit):
 
 
 def test_pages_show_a_table_without_javascript(site, page, visit):
-    titles = {name: title for group in numbers()["groups"].values() for name, title in group.items()}
+    groups = json.loads(COMPUTE.NUMBERS.read_text())["groups"].values()
+    titles = {name: title for group in groups for name, title in group.items()}
     visit()
     rows = {}
     for name, row in page.evaluate(READ_ROWS).items():

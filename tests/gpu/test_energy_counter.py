@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from helpers import REPOSITORY, inherited, until
+from helpers import inherited, make_workplace, until
 from job.memory_logs import read_gpu_log
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
@@ -31,10 +30,8 @@ FLAGS = ["--max_steps", "1000000", "--logging_steps", "5", "--eval_strategy", "n
 
 @pytest.mark.promise("energy adds up over stops, and is empty with a reason where it cannot be known")
 def test_joules_of_the_record_agree_with_the_power_in_the_gpu_log(tmp_path):
-    ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site")
-    shutil.copytree(REPOSITORY / "experiments", tmp_path / "experiments", ignore=ignored)
-    for name, target in {"scripts": REPOSITORY / "scripts", "data": REPOSITORY / "data", ".venv": sys.prefix}.items():
-        (tmp_path / name).symlink_to(target)
+    make_workplace(tmp_path, "experiments")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     folder = tmp_path / "experiments/custom-model/single_node"
     log = folder / "gpu_memory/gpu_memory_log_7.csv"
 

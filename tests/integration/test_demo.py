@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import NO_KNOBS, REPOSITORY, Finished
+from helpers import NO_KNOBS, REPOSITORY, Finished, make_workplace
 from workbench import Bench
 
 SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps, of which three are warm-up
@@ -18,12 +17,8 @@ SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps, of
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A separate copy of the repository, whose results no other test writes or reads."""
-    root = tmp_path_factory.mktemp("demo")
-    ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site", "__pycache__")
-    for name in ("experiments", "scripts"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
-    for name in ("data", "ds_configs", "fsdp_configs", "pyproject.toml"):
-        (root / name).symlink_to(REPOSITORY / name)
+    links = ("data", "ds_configs", "fsdp_configs", "pyproject.toml")
+    root = make_workplace(tmp_path_factory.mktemp("demo"), "experiments", "scripts", links=links)
     (root / ".venv").symlink_to(sys.prefix)
     return root
 

@@ -1,12 +1,11 @@
 """Tests of an experiment's script with a real training: knobs reach the run, and the memory log is correct."""
 
 import os
-import shutil
 import sys
 
 import torch
 
-from helpers import NO_KNOBS, REPOSITORY
+from helpers import NO_KNOBS, make_workplace
 from reporting.runs import read_run
 
 # The job answers 32 questions at a time, so that its memory peak lasts long enough for the memory log to sample it
@@ -16,10 +15,8 @@ GIVEN |= {"TRAIN_SIZE": "12", "NUM_EPOCHS": "1", "MAX_LENGTH": "256", "VOCAB_SIZ
 
 def test_knobs_reach_the_record_and_the_cpu_log_agrees_on_the_peak_of_the_process(bench, tmp_path):
     """Run the custom model's experiment in a copy of experiments/ with links to the code."""
-    ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site")
-    shutil.copytree(REPOSITORY / "experiments", tmp_path / "experiments", ignore=ignored)
-    for name, target in {"scripts": REPOSITORY / "scripts", "data": REPOSITORY / "data", ".venv": sys.prefix}.items():
-        (tmp_path / name).symlink_to(target)
+    make_workplace(tmp_path, "experiments")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     folder = tmp_path / "experiments/custom-model/single_node"
     variables = NO_KNOBS | GIVEN | {"SITE": "laptop", "JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "unset"}
     done = bench.run("single_node.slurm", "--learning_rate", "1e-3", script="bash", cwd=folder, **variables)

@@ -1,4 +1,4 @@
-"""Tests that exercises/loop.py, which has no Trainer, trains as train.py does."""
+"""Tests that scripts/loop.py, which has no Trainer, trains as train.py does."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from helpers import REPOSITORY, Finished
 from runs import RUNS, uses
 
-LOOP = REPOSITORY / "exercises" / "loop.py"
+LOOP = REPOSITORY / "scripts" / "loop.py"
 # The class in which accelerate wraps the model. It shows that the strategy is in effect
 WRAPPERS = {
     "plain": "BloomForCausalLM",
@@ -56,7 +56,7 @@ def test_the_loop_obeys_flags_that_change_the_losses(train):
     assert losses("eval_loss", loop) == pytest.approx(run.losses, abs=TOLERANCE, rel=0), loop
 
 
-UNSUPPORTED = "exercises/loop.py does not support the value ...; leave it out, or use scripts/train.py"
+UNSUPPORTED = "loop.py does not support the value ...; leave it out, or use train.py"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import NO_KNOBS, REPOSITORY, snapshot
+from helpers import NO_KNOBS, REPOSITORY, make_workplace, snapshot
 from workbench import Bench
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
@@ -16,12 +16,10 @@ FILES = ("requirements.txt", "constraints.txt", "pyproject.toml")
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "*.out", "site")
-    for name in FOLDERS:
-        shutil.copytree(REPOSITORY / name, tmp_path / "it's a copy" / name, ignore=ignored)
+    root = make_workplace(tmp_path / "it's a copy", *FOLDERS, links=())
     for name in FILES:
-        shutil.copy(REPOSITORY / name, tmp_path / "it's a copy")
-    return tmp_path / "it's a copy"
+        shutil.copy(REPOSITORY / name, root)
+    return root
 
 
 def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> tuple[dict[str, str], str]:

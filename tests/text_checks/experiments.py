@@ -70,7 +70,7 @@ def index() -> Iterator[str]:
         if folder not in rows:
             yield f"experiments/README.md: has no row for {folder}; name its family in a block, and run make pages"
         elif not rows[folder].endswith(".") or [*rows.values()].count(rows[folder]) > 1:
-            remedy = "begin the comment of its script with a sentence of its own that ends with a full stop"
+            remedy = "begin its script's comment with a line of its own that ends with a full stop"
             yield f"experiments/README.md: describes {folder} by `{rows[folder]}`; {remedy}"
         if folder.split("/")[0] not in (*NOT_TAUGHT, *(family.split("/")[0] for family in taught)):
             yield f"experiments/agendas.yaml: no section teaches {folder}; write its family below a page's teaches"

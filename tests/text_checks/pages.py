@@ -9,6 +9,7 @@ import yaml
 
 from helpers import REPOSITORY
 from text_checks.common import SECTIONS, TEXTS, TREES, read, relative_name, section_below
+from text_checks.libraries import LIBRARIES
 
 NAME_OLD_FILES = ("CHANGELOG.md", "original-documents.md")
 PROGRAM = r"(?:scripts|experiments|benchmarks|exercises|tests)/[\w/.-]+\.(?:py|sh|yaml)"
@@ -16,7 +17,7 @@ FILE = rf"`({PROGRAM}|(?:ds_configs|fsdp_configs|data)/[\w/.-]+\.json)"
 
 
 def findings() -> Iterator[str]:
-    return itertools.chain(files(), order(), quizzes(), promises())
+    return itertools.chain(files(), bare_names(), order(), quizzes(), promises())
 
 
 def files() -> Iterator[str]:
@@ -26,6 +27,16 @@ def files() -> Iterator[str]:
         for name in re.findall(FILE, text):
             if path.name not in NAME_OLD_FILES and not (REPOSITORY / name).exists():
                 yield f"{relative_name(path)}: names {name}, which does not exist; write the file's new name"
+
+
+def bare_names() -> Iterator[str]:
+    """Check the files that pages name without a folder: ours, those that our programs write, and DeepSpeed's."""
+    paths = (*REPOSITORY.glob("*"), *REPOSITORY.glob("[!.]*/**/*"), *LIBRARIES.glob("deepspeed/utils/zero_to_*.py"))
+    known = {path.name for path in paths} | {*re.findall(r"[\w-]+\.\w+", "".join(map(read, TREES)))}
+    for page, text in TEXTS.items():
+        for name in re.findall(r"`([\w-]+\.(?:json|py|sh|slurm|toml|yaml))\b", text):
+            if page.name not in NAME_OLD_FILES and name not in known:
+                yield f"{relative_name(page)}: names {name}, but no file has this name; write the file's new name"
 
 
 def order() -> Iterator[str]:

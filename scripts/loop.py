@@ -1,29 +1,27 @@
-"""Fine-tuning without the Trainer: the loop that `trainer.train()` runs, in one file to read from top to bottom.
+"""Fine-tune without the Trainer: the loop that `trainer.train()` runs, in one file to read from top to bottom.
 
-    python exercises/loop.py                                                                           # one process
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/loop.py                                    # DDP
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/loop.py --deepspeed ds_configs/zero2.json  # ZeRO
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 exercises/loop.py --fsdp                             # FSDP2
+    python scripts/loop.py                                                         # one process
+    torchrun --nproc_per_node=2 scripts/loop.py                                    # DDP
+    torchrun --nproc_per_node=2 scripts/loop.py --deepspeed ds_configs/zero2.json  # ZeRO
+    torchrun --nproc_per_node=2 scripts/loop.py --fsdp                             # FSDP2
 
-The losses equal those of scripts/train.py, with the same flags, variables and config files. This file saves nothing. It
-rejects each flag and variable that it does not support but that could change a loss, such as LORA_RANK.
-docs/training-loop.md says what the Trainer adds.
+The losses equal those of train.py, with the same flags, variables and config files. loop.py saves nothing. It rejects
+each flag and variable that it does not support but that could change a loss, such as LORA_RANK. docs/training-loop.md
+says what the Trainer adds.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
 from math import ceil
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 from shared.before_imports import prepare_imports
 
 prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType, DummyOptim
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
@@ -116,7 +114,7 @@ def main() -> None:
     leave_process_group()
 
 
-def own_batches(loader: DataLoader, accelerator: Accelerator) -> Iterator[dict]:
+def own_batches(loader: DataLoaderShard, accelerator: Accelerator) -> Iterator[dict]:
     """Yield the batches of this rank.
 
     The ranks take the batches in turns. To give all ranks equally many whole batches, accelerate repeats questions at
@@ -129,14 +127,21 @@ def own_batches(loader: DataLoader, accelerator: Accelerator) -> Iterator[dict]:
         yield batch
 
 
-def optimizer_steps(loader: DataLoader, accelerator: Accelerator, accumulation: int) -> Iterator[list[dict]]:
+def optimizer_steps(loader: DataLoaderShard, accelerator: Accelerator, accumulation: int) -> Iterator[list[dict]]:
     """Yield the micro batches of each optimizer step of an epoch. The last step may have fewer."""
     batches = own_batches(loader, accelerator)
     while micro_batches := list(islice(batches, accumulation)):
         yield micro_batches
 
 
-def train_step(micro_batches, model, optimizer, schedule, accelerator, max_norm) -> torch.Tensor:
+def train_step(
+    micro_batches: list[dict],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    accelerator: Accelerator,
+    max_norm: float,
+) -> torch.Tensor:
     """Update the weights once. Return this rank's part of the loss: the loss is the sum of all ranks' parts."""
     model.train()
     # By default, DeepSpeed also divides the loss by the number of micro batches
@@ -165,7 +170,7 @@ def train_step(micro_batches, model, optimizer, schedule, accelerator, max_norm)
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader: DataLoader, accelerator: Accelerator) -> float:
+def evaluate(model: torch.nn.Module, loader: DataLoaderShard, accelerator: Accelerator) -> float:
     """Return the mean loss of all tokens that count, for any number of ranks and any batch size."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # losses, tokens
@@ -194,8 +199,8 @@ def reject_unsupported(settings: Settings) -> None:
     """Raise WorkshopError (exit code 2) for a flag or variable that was given and could make the losses differ."""
     for flag in sorted(settings.names.keys() - {*SUPPORTED, *WITHOUT_EFFECT}):
         if settings.flat()[flag] not in SUPPORTED_VALUES.get(flag, ()):
-            what = f"exercises/loop.py does not support the value {settings.flat()[flag]}"
-            raise settings.error(flag, what, "leave it out, or use scripts/train.py")
+            what = f"loop.py does not support the value {settings.flat()[flag]}"
+            raise settings.error(flag, what, "leave it out, or use train.py")
 
 
 def make_accelerator(settings: Settings, args: TrainingArguments) -> Accelerator:
@@ -225,10 +230,12 @@ def make_optimizer(
     if "optimizer" in (settings.deepspeed_config or {}):
         return DummyOptim(list(model.parameters()))  # under DeepSpeed, weight decay applies to every parameter
     # Biases, norms, and Mamba's A_log and D do not decay
-    decayed = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
-    groups = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+    names = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
+    decay: list[torch.nn.Parameter] = []
+    no_decay: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        groups[name not in decayed]["params"].append(parameter)
+        (decay if name in names else no_decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon, fused=True
     )
