@@ -17,7 +17,8 @@ from helpers import REPOSITORY, until
 from report_files import add_run, write
 from reporting import classroom_runs
 from reporting.classroom_page import Names, cell_state, find_places, group_failures, render_class
-from reporting.classroom_runs import ClassReader, afternoon_experiments
+from reporting.classroom_plan import ClassPlan
+from reporting.classroom_runs import ClassReader
 
 EXPERIMENTS = ["baseline", "ddp/1_gpus", "ddp/2_gpus", "deepspeed-single-gpu/zero_1", "deepspeed-single-gpu/zero_2"]
 LATER = START + timedelta(hours=1)
@@ -264,14 +265,29 @@ def test_the_report_and_the_class_share_a_folder(tmp_path, command):
         (["--class", "a", "--reference", "b"], "--reference: cannot be used with --class, "),
         (["--class", "a", "--all-runs"], "--all-runs: cannot be used with --class, "),
         (["b", "--class", "a"], "FOLDER: cannot be used with --class, "),
-        (["--watch"], "--watch: changes only the page of --class; "),
-        (["--numbers"], "--numbers: changes only the page of --class; "),
+        (["--job", "1", "--reference", "b"], "--reference: cannot be used with --job, "),
+        (["--people", "20", "--job", "1"], "--job: cannot be used with --people, "),
+        (["--watch"], "--watch: changes only the output of --class; "),
+        (["--gpus", "8"], "--gpus: changes only the output of --people; "),
         (["--class", "a", "--experiments", "ddpp"], "--experiments: ddpp holds no experiment; "),
     ],
 )
 def test_flags_that_do_not_go_together(command, arguments, error):
     run = command("report.py", *arguments)
     assert run.code == 2 and run.error.startswith(error)
+
+
+def test_the_class_in_numbers(tmp_path, command):
+    for job_id, end in (("1", "10:03:01"), ("2", "10:04:32")):
+        add_run(tmp_path, "ddp/2_gpus", job_id, configs=None, finished=f"2026-11-20T{end}+00:00")
+    add_run(tmp_path, "ddp/1_gpus", "3", configs=None, status="failed")
+    run = command("report.py", "--people", "20", tmp_path, SBATCH_TIMELIMIT="20")
+    assert run.code == 0, run.err
+    lines = [line.strip("| ").split(" | ") for line in run.out.splitlines()]
+    table = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+    assert table["All"] == ["90", "156", "12", "156", "52"]
+    assert table["ddp/2_gpus"] == ["2", "4.5 (2 runs, AMD EPYC (2 cores), no GPU)"]
+    assert table["ddp/1_gpus"] == ["1", "not measured: no completed run"]
 
 
 def test_watch_rewrites_the_page_until_ctrl_c(tmp_path, slurm):
@@ -301,10 +317,11 @@ def test_watch_rewrites_the_page_until_ctrl_c(tmp_path, slurm):
 def class_page(tmp_path_factory) -> Path:
     """The page of a class of 20 with runs in all states."""
     top = tmp_path_factory.mktemp("class")
-    made = make_class(top, afternoon_experiments())
+    columns = ClassPlan().experiments(shared=False)
+    made = make_class(top, columns)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{made.install_squeue(top)}:{os.environ['PATH']}")
-        html = page_of(ClassReader(made.folders, afternoon_experiments()))
+        html = page_of(ClassReader(made.folders, columns))
     write(top / "class.html", html)
     return top / "class.html"
 
