@@ -17,7 +17,7 @@ import estimate_memory
 from config import DataArguments
 from data_loader import read_part
 from estimate.command_line import parse_memory_plan
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from job.directives import read_directives
 from shell import program, shell_environment
 
@@ -99,6 +99,27 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         shown = knobs_from(settings.knob_lines(), "experiment")
         assert {f"{name}={value}" for name, value in knobs} <= shown, "knobs that the experiment sets"
     assert files(workshop) == before
+
+
+@pytest.mark.promise("commands work as printed")
+def test_the_afternoon_runs_on_a_laptop(workshop, tmp_path):
+    """The first and the last section train. The others only show their jobs, here without the slow estimates."""
+    (workshop / "exercises").symlink_to(REPOSITORY / "exercises")
+    program(tmp_path / "bin", "python", f'[[ $1 = */estimate_memory.py ]] || exec {sys.executable} "$@"')
+    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "SITE": None}
+    variables |= {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
+    script = workshop / "experiments/afternoon.sh"
+    head, *sections = script.read_text().split('\nsection "')
+    for section in sections:
+        trains = section in (sections[0], sections[-1])
+        script.write_text(f'{head}\nsection "{section}')
+        environment = shell_environment(**variables, DRY_RUN=None if trains else 1)
+        done = subprocess.run([script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        jobs = re.findall(r"^\(cd (\S+)", section, re.MULTILINE)
+        assert re.findall(r"^(?:job \S+ of )?(experiments/\S+): site laptop", done.stdout, re.MULTILINE) == jobs
+        assert done.stdout.count("status: completed") == (len(jobs) if trains else 0)
+    assert len(sections) == 6
 
 
 @pytest.mark.promise("your own model and data: from a table to a model that answers")
