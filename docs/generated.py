@@ -269,7 +269,7 @@ def job_commands(page: str, place: str) -> list[str]:
         if len(among) > number:
             parent = os.path.commonpath(among)
             lines.append(f"# any {number} of {', '.join(name.removeprefix(f'{parent}/') for name in among)}")
-        depth = min(name.count("/") for name in among)  # offload, in a subfolder, is no example
+        depth = min(name.count("/") for name in among)  # leaves out offload, which is in a subfolder
         for name in [name for name in among if name.count("/") == depth][-number:]:
             script = scripts()[name]
             if place == "cluster":
@@ -302,7 +302,7 @@ def start_now(page: str) -> None:
 
 def sheet_commands(place: str) -> None:
     """Print the commands of the afternoon. place: cluster or laptop."""
-    lines = []
+    lines = ["# experiments/afternoon.sh runs all of these"] if place == "laptop" else []
     for page in ClassPlan().pages:
         if "pair" in SECTIONS[page]:
             lines += [f"# Section {title(page)[0]}", *job_commands(page, place)]

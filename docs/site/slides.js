@@ -15,11 +15,11 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   show(number);
 });
-// A click goes on, unless it follows a link, selects text, or is on the notes
+// A click shows the next slide, unless it follows a link, selects text, or is on the notes
 addEventListener("click", (event) => {
   if (!event.target.closest("a, aside") && getSelection().isCollapsed) show(current() + 1);
 });
-// A swipe to the left goes on, and one to the right goes back. It is longer than a finger moves during a tap
+// A swipe to the left shows the next slide, one to the right the previous. During a tap a finger moves by less than 40
 let touched;
 addEventListener("touchstart", (event) => { touched = event.changedTouches[0].clientX; });
 addEventListener("touchend", (event) => {

@@ -277,19 +277,6 @@ def test_flags_that_do_not_go_together(command, arguments, error):
     assert run.code == 2 and run.error.startswith(error)
 
 
-def test_the_class_in_numbers(tmp_path, command):
-    for job_id, end in (("1", "10:03:01"), ("2", "10:04:32")):
-        add_run(tmp_path, "ddp/2_gpus", job_id, configs=None, finished=f"2026-11-20T{end}+00:00")
-    add_run(tmp_path, "ddp/1_gpus", "3", configs=None, status="failed")
-    run = command("report.py", "--people", "20", tmp_path, SBATCH_TIMELIMIT="20")
-    assert run.code == 0, run.err
-    lines = [line.strip("| ").split(" | ") for line in run.out.splitlines()]
-    table = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
-    assert table["All"] == ["90", "156", "12", "156", "52"]
-    assert table["ddp/2_gpus"] == ["2", "4.5 (2 runs, AMD EPYC (2 cores), no GPU)"]
-    assert table["ddp/1_gpus"] == ["1", "not measured: no completed run"]
-
-
 def test_watch_rewrites_the_page_until_ctrl_c(tmp_path, slurm):
     clone = tmp_path / "alice"
     add_run(clone, "baseline", "1", configs=None)

@@ -1,9 +1,11 @@
-"""Tests of the class at a glance that need no other process: names, columns and the ends of logs."""
+"""Tests of the class at a glance that need no other process: its numbers, names, columns and the ends of logs."""
+
+import re
 
 import pytest
 
-from report_files import write
-from reporting.classroom_plan import ClassPlan
+import report
+from report_files import add_run, write
 from reporting.classroom_runs import distinct_names, select_experiments
 from reporting.trainer_log import END, done_percent, last_error, log_end
 
@@ -14,12 +16,19 @@ from reporting.trainer_log import END, done_percent, last_error, log_end
 # 24, 80 and 136 jobs with 36, 120 and 204 GPUs, and the shared ones. 16 GPUs run them, section by section, in
 # 1 + 1 + 1 + 2, 1 + 2 + 2 + 4 and 2 + 4 + 3 + 7 turns, and the shared ones in 3.
 @pytest.mark.parametrize(
-    ("people", "needed"),
-    [(6, [34, 72, 8, 72, 24]), (20, [90, 156, 12, 156, 52]), (33, [146, 240, 19, 240, 80])],
+    ("people", "needs"),
+    [(6, "34 | 72 | 8 | 72 | 24"), (20, "90 | 156 | 12 | 156 | 52"), (33, "146 | 240 | 19 | 240 | 80")],
 )
-def test_what_a_class_needs(people, needed):
-    label, *sums = ClassPlan(people).needs(limit="00:20:00")[-1].values()
-    assert label == "All" and sums == pytest.approx(needed)
+def test_the_class_in_numbers(tmp_path, main_of, capsys, monkeypatch, people, needs):
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "00:20:00")
+    for job_id, end in (("1", "10:03:01"), ("2", "10:04:32")):
+        add_run(tmp_path, "ddp/2_gpus", job_id, finished=f"2026-11-20T{end}+00:00")
+    add_run(tmp_path, "ddp/1_gpus", "3", status="failed")
+    main_of(report, "--people", people, tmp_path)
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert f"| All | {needs} |" in shown
+    assert "| ddp/2_gpus | 2 | 4.5 (2 runs, AMD EPYC (2 cores), no GPU) |" in shown
+    assert "| ddp/1_gpus | 1 | not measured: no completed run |" in shown
 
 
 def test_experiments_are_families_or_folders(refusal):
