@@ -268,7 +268,7 @@ def job_commands(page: str, place: str) -> list[str]:
     for number, among in choices(page, "pair") or choices(page, "shared")[:1]:
         if len(among) > number:
             parent = os.path.commonpath(among)
-            lines.append(f"# any {number} of {', '.join(name.removeprefix(f'{parent}/') for name in among)}")
+            lines.append(f"# {number} of {', '.join(name.removeprefix(f'{parent}/') for name in among)}")
         depth = min(name.count("/") for name in among)  # leaves out offload, which is in a subfolder
         for name in [name for name in among if name.count("/") == depth][-number:]:
             script = scripts()[name]

@@ -22,13 +22,13 @@ section "0:55  6 DDP: more GPUs, the same training (35 minutes, docs/ddp.md)"
 (cd experiments/ddp/2_gpus && SITE=laptop bash ddp.slurm)
 
 section "1:50  9 ZeRO stages (35 minutes, docs/zero.md)"
-# any 2 of zero_0, zero_1, zero_2, zero_3
+# 2 of zero_0, zero_1, zero_2, zero_3
 (cd experiments/deepspeed-single-gpu/zero_2 && SITE=laptop bash deepspeed_zero2.slurm)
 (cd experiments/deepspeed-single-gpu/zero_3 && SITE=laptop bash deepspeed_zero3.slurm)
 
 section "2:25  11 Several GPUs of one node (45 minutes, docs/multi-gpu.md)"
 (cd experiments/deepspeed-multi-gpu/2_gpus && SITE=laptop bash deepspeed_2_gpus.slurm)
-# any 2 of cpu_offloading/zero_1, cpu_offloading/zero_2, cpu_offloading/zero_3, zero_1, zero_2, zero_3
+# 2 of cpu_offloading/zero_1, cpu_offloading/zero_2, cpu_offloading/zero_3, zero_1, zero_2, zero_3
 (cd experiments/deepspeed-multi-gpu/2_gpus_stages_comparison/zero_2 && SITE=laptop bash deepspeed_2_gpus_zero2.slurm)
 (cd experiments/deepspeed-multi-gpu/2_gpus_stages_comparison/zero_3 && SITE=laptop bash deepspeed_2_gpus_zero3.slurm)
 

@@ -111,7 +111,9 @@ def add_class_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--watch", action="store_true", help="rewrite the page every 10 seconds until Ctrl-C")
     group = parser.add_argument_group("the class in numbers")
     group.add_argument(
-        "--people", type=COUNT.whole_number, help="print what so many people submit, and how long it runs"
+        "--people",
+        type=COUNT.whole_number,
+        help="print what so many people submit and need, and how long your jobs ran",
     )
     group.add_argument("--gpus", type=COUNT.whole_number, help="GPUs that the class has (16)")
     group.add_argument("--agenda", choices=["afternoon", "day", "two-days"], help="(afternoon)")
