@@ -28,8 +28,8 @@ docs: .venv/installed-docs
 	@$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
 	@echo "open $(SITE_FOLDER)/index.html"
 
-# Write the blocks of the pages that other files already contain (docs/generated.py)
-GENERATED = git grep -lz '^<!-- \[\[\[cog' -- '*.md' | CUDA_VISIBLE_DEVICES= PYTHONPATH=scripts:docs xargs -0 -r $(BIN)/python -m cogapp -P
+# Write the blocks of the pages, and of experiments/afternoon.sh, that other files already contain (docs/generated.py)
+GENERATED = git grep -lz '^\(<!--\|\#\) \[\[\[cog' -- '*.md' '*.sh' | CUDA_VISIBLE_DEVICES= PYTHONPATH=scripts:docs xargs -0 -r $(BIN)/python -m cogapp -P
 pages: .venv/installed-dev
 	@$(GENERATED) -r --verbosity=1
 

@@ -16,28 +16,23 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-import yaml
-
 from config import CUSTOM_SIZES, KNOBS, TRAINER_FLAGS, DataArguments, ModelArguments
-from job.directives import gpus_per_node, parse_count, read_directives
+from job.directives import gpus_per_node, read_directives
+from reporting.classroom_plan import AGENDAS, SECTIONS, ClassPlan, choices, gpu_hours, gpus
 from reporting.definitions import table_definition
 from reporting.metrics import column_header
 from shared.units import GB, GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
-AGENDAS = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
-SECTIONS: dict[str, dict] = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
 BLOCK = re.compile(r"\[\[\[cog.*?\[\[\[end\]\]\]", re.DOTALL)
 WORDS_PER_MINUTE = 120  # reading speed of a person whose first language is not English
 POWER_LIMIT_W = 300  # power limit of a V100-SXM2, the GPU of the original documents
-CLASS = {"pairs": 10, "gpus": 16}
 
 
 def show(*lines: str) -> None:
@@ -103,20 +98,6 @@ def section_of(name: str) -> str:
     return families[max(known, key=len)] if known else ""
 
 
-def gpus(name: str) -> int:
-    asked = read_directives(scripts()[name])
-    return parse_count(asked["nodes"]) * gpus_per_node(asked)
-
-
-def gpu_hours(names: Iterable[str]) -> float:
-    """Return the GPU-hours that one run of each experiment takes at most: GPUs times time limit."""
-    total = 0.0
-    for name in names:
-        hours, limit_minutes, _ = map(int, read_directives(scripts()[name])["time"].split(":"))
-        total += gpus(name) * (hours + limit_minutes / 60)
-    return total
-
-
 def taught() -> list[str]:
     return [name for name in scripts() if section_of(name)]
 
@@ -173,7 +154,7 @@ def workshop_map() -> None:
 
 
 def number_of_experiments() -> None:
-    hours = round(gpu_hours(taught()))
+    hours = round(sum(map(gpu_hours, taught())))
     index_link, bill_link = "[experiments](experiments/README.md)", "[the bill](docs/instructor/README.md#the-bill)"
     show(f"All {len(taught())} jobs are in {index_link}, and take at most {hours} GPU-hours ({bill_link}).")
 
@@ -230,33 +211,24 @@ def time_plan() -> None:
     show("```text", *(f"  {clock(start)}  {name}" for start, name in [*names, (end, "End")]), "```")
 
 
-def choice(entry: str) -> tuple[int, list[str]]:
-    """Return how many jobs an entry of agendas.yaml means, and the folders among which a pair chooses."""
-    number, pattern = re.findall(r"^(?:(\d+) of )?(.*)", entry)[0]
-    found = [name for name in scripts() if fnmatch(name, pattern)]
-    if not found:
-        raise SystemExit(
-            f"error: experiments/agendas.yaml: {entry}: no such experiment; write a folder below experiments/"
-        )
-    return int(number or 1), found
-
-
-def agenda_pages(name: str) -> list[str]:
-    return [row["page"] for _, _, row in schedule(name) if "page" in row]
+def submissions(page: str) -> list[str]:
+    """Return what submits all experiments of a section: the words after experiments/submit.sh."""
+    lines = []
+    for family in SECTIONS[page].get("teaches", []):
+        inside = [name for name in scripts() if f"{name}/".startswith(f"{family}/")]
+        own = [name for name in inside if section_of(name) == page]
+        # A chain would also submit what another section teaches
+        lines += [f"--chain {family}"] if len(inside) > 1 and own == inside else own
+    return lines
 
 
 def agenda_commands(name: str) -> None:
     """Print the commands with which the instructor runs all experiments of an agenda."""
-    lines = []
-    for family in [family for page in agenda_pages(name) for family in SECTIONS[page].get("teaches", [])]:
-        several = sum(f"{other}/".startswith(f"{family}/") for other in scripts()) > 1
-        lines.append(f"experiments/submit.sh --snapshot {'--chain ' if several else ''}{family}")
-    inner = [line for line in lines if any(line.startswith(f"{other}/") for other in lines)]
-    show("```bash cluster", *(line for line in lines if line not in inner), "make report", "```")
+    commands = [words for page in ClassPlan(agenda=name).pages for words in submissions(page)]
+    show("```bash cluster", *(f"experiments/submit.sh --snapshot {words}" for words in commands), "make report", "```")
 
 
 def in_words(entry: str) -> str:
-    choice(entry)  # ends with an error if the folder does not exist
     number, _, pattern = entry.rpartition(" of ")
     return f"{number} of `{pattern}`" if number else f"`{entry}`"
 
@@ -270,25 +242,12 @@ def who_runs_what() -> None:
     show_table(["Section", "Each pair", "Shared by the class, submitted by the instructor"], rows)
 
 
-def turns(name: str) -> None:
-    """Print the jobs of an agenda in a class, their GPUs, and in how many rounds the GPUs of the class run them."""
-    pairs, free = CLASS["pairs"], CLASS["gpus"]
-    heads = ["Section", "Jobs", "GPUs, all jobs together", f"Turns on {free} GPUs"]
-    rows: list[list] = []
-    shared: list[str] = []
-    for page in agenda_pages(name):
-        entry = SECTIONS[page]
-        shared += entry.get("shared", [])
-        jobs = [choice(each) for each in entry.get("pair", [])]
-        number = pairs * sum(count for count, _ in jobs)
-        used = pairs * sum(count * max(map(gpus, found)) for count, found in jobs)
-        if number:
-            rows.append([title(page)[0], number, used, math.ceil(used / free)])
-    shared = [each for each in shared if gpus(each) <= free]
-    used = sum(map(gpus, shared))
-    rows.append([f"shared: {len(shared)} jobs", len(shared), used, math.ceil(used / free)])
-    rows.append(["All", *(sum(row[column] for row in rows) for column in (1, 2, 3))])
-    show_table(heads, rows)
+def turns() -> None:
+    """Print what an afternoon takes for a class of 20 people on 16 GPUs."""
+    needs = ClassPlan().needs()
+    for row in needs:
+        row["Section"] = title(row["Section"])[0] if row["Section"] in SECTIONS else row["Section"]
+    show_table([*needs[0]][:-1], [[*row.values()][:-1] for row in needs])
 
 
 def bill() -> None:
@@ -298,37 +257,72 @@ def bill() -> None:
         by_page[section_of(name)].append(name)
     rows = []
     for label, names in [*((" ".join(title(p)), n) for p, n in by_page.items() if n), ("All", taught())]:
-        hours = round(gpu_hours(names))
+        hours = round(sum(map(gpu_hours, names)))
         kwh = f"{hours * POWER_LIMIT_W / 1000:.1f}"
         rows.append([label, len(names), sum(map(gpus, names)), hours, kwh])
     show_table(["Section", "Jobs", "GPUs, all jobs together", "GPU-hours at most", "kWh at most"], rows)
 
 
-def sheet_commands(place: str) -> None:
-    """Print the commands of the afternoon. Where a pair chooses, show the last folders without offload as examples.
+def job_commands(page: str, place: str) -> list[str]:
+    """Return the commands of a pair, or of one shared job. Where a pair chooses, the last experiments are examples.
 
-    place: cluster or laptop.
+    place: cluster or laptop. A laptop only shows what a job of several nodes would run.
     """
     lines = []
-    for page in agenda_pages("afternoon"):
-        entry = SECTIONS[page]
-        if not entry.get("pair"):
-            continue
-        heading, commands = f"# Section {title(page)[0]}", []
-        for each in entry["pair"]:
-            count, found = choice(each)
-            if len(found) > count:
-                parent = os.path.commonpath(found)
-                heading += f": {count} of {', '.join(name.removeprefix(f'{parent}/') for name in found)}"
-            depth = min(name.count("/") for name in found)
-            for name in [name for name in found if name.count("/") == depth][-count:]:
-                if place == "cluster":
-                    knobs_before = f"{entry['set']} " if "set" in entry else ""
-                    commands.append(f"{knobs_before}experiments/submit.sh {name}")
-                else:
-                    commands.append(f"(cd experiments/{name} && SITE=laptop bash {scripts()[name].name})")
-        lines += [heading, *commands]
+    for number, among in choices(page, "pair") or choices(page, "shared")[:1]:
+        if len(among) > number:
+            parent = os.path.commonpath(among)
+            lines.append(f"# {number} of {', '.join(name.removeprefix(f'{parent}/') for name in among)}")
+        depth = min(name.count("/") for name in among)  # leaves out offload, which is in a subfolder
+        for name in [name for name in among if name.count("/") == depth][-number:]:
+            script = scripts()[name]
+            if place == "cluster":
+                lines.append(f"{SECTIONS[page].get('set', '')} experiments/submit.sh {name}".lstrip())
+            else:
+                dry_run = "DRY_RUN=1 " if read_directives(script)["nodes"] != "1" else ""
+                lines.append(f"(cd experiments/{name} && SITE=laptop {dry_run}bash {script.name})")
+    return lines
+
+
+def start_now(page: str) -> None:
+    """Print what a pair of a class types, then what a reader without a class types."""
+    lines = ["In a class, your instructor has submitted these jobs.", "", "On a cluster, alone:"]
+    if "pair" in SECTIONS[page]:
+        lines = [
+            "On a cluster, in a class:",
+            "",
+            "```bash cluster",
+            *job_commands(page, "cluster"),
+            "```",
+            "",
+            "Alone:",
+        ]
+    lines += ["", "```bash cluster", *(f"experiments/submit.sh {words}" for words in submissions(page)), "```"]
+    laptop = job_commands(page, "laptop")
+    shows = ", this prints [what the job would run](cluster.md#see-a-job-before-it-runs)"
+    lines += ["", f"On a laptop{shows if 'DRY_RUN' in laptop[-1] else ''}:", "", "```bash", *laptop, "```"]
+    show(*lines)
+
+
+def sheet_commands(place: str) -> None:
+    """Print the commands of the afternoon. place: cluster or laptop."""
+    lines = ["# experiments/afternoon.sh runs all of these"] if place == "laptop" else []
+    for page in ClassPlan().pages:
+        if "pair" in SECTIONS[page]:
+            lines += [f"# Section {title(page)[0]}", *job_commands(page, place)]
     show(f"```bash{' cluster' if place == 'cluster' else ''}", *lines, "```")
+
+
+def afternoon_script() -> None:
+    """Print the body of experiments/afternoon.sh: the laptop's commands of each section, below its time and title."""
+    lines = []
+    for start, length, row in schedule("afternoon"):
+        page = row.get("page")
+        if page and title(page)[0]:
+            in_page = re.findall(r"^## Start now$.*?^```bash\n(.*?)^```", page_text(page), re.MULTILINE | re.DOTALL)
+            lines += ["", f'section "{clock(start)}  {" ".join(title(page))} ({length} minutes, docs/{page}.md)"']
+            lines += job_commands(page, "laptop") or re.sub(" +#", " #", in_page[0]).splitlines()
+    show(*lines[1:])
 
 
 # --- settings

@@ -3,6 +3,7 @@
 python scripts/report.py                                   # all runs, into report/
 python scripts/report.py experiments/deepspeed-multi-gpu   # only the runs below these folders
 python scripts/report.py --class /home/*/workshop --watch  # all participants of a class, into report/class.html
+python scripts/report.py --people 20 --gpus 16             # the jobs, GPUs and hours of such a class, in the terminal
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
 python scripts/report.py --reference /shared/reference     # compared with the report in that folder
 python scripts/report.py --job 123                         # one run, in the terminal; also results/123.json
@@ -14,15 +15,26 @@ import argparse
 import os
 from pathlib import Path
 
+from config import COUNT
 from records.schema import read_record
+from reporting.classroom_plan import ClassPlan
 from reporting.definitions import RowDefinition, table_definition
 from reporting.metrics import MAX_EPOCHS, METRICS, eval_loss
 from reporting.render import grid, plural, table_lines
 from reporting.report_folder import write_report
-from reporting.runs import NO_GPU, add_resume_hints, find_record, read_run
+from reporting.runs import NO_GPU, add_resume_hints, find_record, find_runs, read_run
 from reporting.tables import build_table
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY, saved_model
+
+ONLY_WITH = {"--class": ["--experiments", "--numbers", "--watch"], "--people": ["--gpus", "--agenda"]}
+REPORT_ONLY = ["--reference", "--all-runs"]
+# Each of these flags prints or writes something of its own, and cannot be combined with the flags in its list
+EXCLUDES = {
+    "--class": ["--people", "--job", *REPORT_ONLY, "FOLDER"],
+    "--people": ["--job", *REPORT_ONLY],
+    "--job": REPORT_ONLY,
+}
 
 
 def main() -> None:
@@ -34,17 +46,18 @@ def main() -> None:
     parser.add_argument("--reference", type=Path, metavar="DIR", help="compare with the report in this folder")
     parser.add_argument("--job", help="print the table of the run with this id or record and write nothing")
     arguments = parser.parse_args()
-    if check_class_arguments(arguments):
-        print(report_class(arguments))
-        return
-    if arguments.job and arguments.reference:
-        raise WorkshopError("--reference", "compares whole reports, and --job shows one run", "leave one of them out")
+    check_flags(arguments)
     # The first steps of README.md run in the repository's folder
     default = [folder for folder in (REPOSITORY / "experiments", REPOSITORY / "results") if folder.is_dir()]
-    if arguments.job:
+    folders = arguments.folders or [Path(os.path.relpath(folder)) for folder in default]
+    if arguments.clones:
+        print(report_class(arguments))
+    elif arguments.people:
+        plan = ClassPlan(arguments.people, arguments.gpus or 16, arguments.agenda or "afternoon")
+        print(plan.describe(find_runs(folders)))
+    elif arguments.job:
         print(job_table(find_job(arguments.job, default)))
     else:
-        folders = arguments.folders or [Path(os.path.relpath(folder)) for folder in default]
         print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
 
 
@@ -96,27 +109,35 @@ def add_class_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--experiments", nargs="+", metavar="NAME", help="columns; default: those of the afternoon")
     group.add_argument("--numbers", action="store_true", help="show participants by number instead of by name")
     group.add_argument("--watch", action="store_true", help="rewrite the page every 10 seconds until Ctrl-C")
+    group = parser.add_argument_group("the class in numbers")
+    group.add_argument(
+        "--people",
+        type=COUNT.whole_number,
+        help="print what so many people submit and need, and how long your jobs ran",
+    )
+    group.add_argument("--gpus", type=COUNT.whole_number, help="GPUs that the class has (16)")
+    group.add_argument("--agenda", choices=["afternoon", "day", "two-days"], help="(afternoon)")
 
 
-def check_class_arguments(arguments: argparse.Namespace) -> bool:
-    """Return True if the page of a class is wanted. Raises WorkshopError for flags that do not go together."""
-    own = {name: getattr(arguments, name) for name in ("experiments", "numbers", "watch")}
-    others = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in ("job", "reference", "all_runs")}
-    others["FOLDER"] = arguments.folders
-    if arguments.clones:
-        for flag in (flag for flag, value in others.items() if value):
-            raise WorkshopError(flag, "cannot be used with --class, which writes a page of its own", "leave it out")
-    else:
-        for name in (name for name, value in own.items() if value):
-            raise WorkshopError(f"--{name}", "changes only the page of --class", "add --class and the clones")
-    return bool(arguments.clones)
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Raise WorkshopError for flags that do not go together."""
+    names = {"clones": "--class", "folders": "FOLDER"}
+    given = [names.get(name, f"--{name.replace('_', '-')}") for name, value in vars(arguments).items() if value]
+    for mode, flags in ONLY_WITH.items():
+        for flag in (flag for flag in flags if flag in given and mode not in given):
+            raise WorkshopError(flag, f"changes only the output of {mode}", f"add {mode}")
+    for mode, flags in EXCLUDES.items():
+        for flag in (flag for flag in flags if flag in given and mode in given):
+            raise WorkshopError(
+                flag, f"cannot be used with {mode}, which has an output of its own", "leave one of them out"
+            )
 
 
 def report_class(arguments: argparse.Namespace) -> str:
     from reporting.classroom_folder import write_class
-    from reporting.classroom_runs import afternoon_experiments, select_experiments
+    from reporting.classroom_runs import select_experiments
 
-    experiments = select_experiments(arguments.experiments) if arguments.experiments else afternoon_experiments()
+    experiments = select_experiments(arguments.experiments or ClassPlan().experiments(shared=False))
     return write_class(arguments.clones, arguments.output, experiments, arguments.numbers, arguments.watch)
 
 

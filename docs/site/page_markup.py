@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 COMMANDS = r" *```{language}\n(?:(?!```).)*```"
 CLUSTER, LAPTOP = COMMANDS.format(language="bash cluster"), COMMANDS.format(language="bash")
 CLUSTER_AND_LAPTOP = re.compile(
-    rf"^( *)(On a cluster[^\n]*:)\n\n({CLUSTER})\n\n *(On a laptop[^\n]*:)\n\n({LAPTOP})$", re.MULTILINE | re.DOTALL
+    rf"^( *)((?: *(?:On a cluster[^\n]*|Alone):\n\n{CLUSTER}\n\n)+) *(On a laptop[^\n]*:\n\n{LAPTOP})$",
+    re.MULTILINE | re.DOTALL,
 )
 ROW_TO_FILL_IN = re.compile(
     r"<tr[^>]*>\s*<td[^>]*><p>(?!</p>)(?:(?!</td>).)*</td>(\s*<td[^>]*><p></p></td>)+\s*</tr>", re.DOTALL
@@ -38,11 +39,11 @@ def make_tabs(source: str) -> str:
     """Turn each pair of "On a cluster:" and "On a laptop:" with their commands into synchronised tabs."""
 
     def tabs(pair: re.Match) -> str:
-        indent, cluster_words, cluster, laptop_words, laptop = pair.groups()
+        indent, cluster, laptop = pair.groups()
         lines = ["::::{tab-set}", ":sync-group: machine"]
-        for name, words, block in (("Cluster", cluster_words, cluster), ("Laptop", laptop_words, laptop)):
-            said = "" if words == f"On a {name.lower()}:" else f"{words}\n\n"
-            lines += [f":::{{tab-item}} {name}", f":sync: {name.lower()}", "", said + block, ":::"]
+        for name, text in (("Cluster", cluster), ("Laptop", laptop)):
+            said = text.strip().removeprefix(f"On a {name.lower()}:\n\n")
+            lines += [f":::{{tab-item}} {name}", f":sync: {name.lower()}", "", said, ":::"]
         return "\n".join(indent + line.removeprefix(indent) for line in "\n".join([*lines, "::::"]).splitlines())
 
     return CLUSTER_AND_LAPTOP.sub(tabs, source)

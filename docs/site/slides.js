@@ -15,5 +15,16 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   show(number);
 });
+// A click shows the next slide, unless it follows a link, selects text, or is on the notes
+addEventListener("click", (event) => {
+  if (!event.target.closest("a, aside") && getSelection().isCollapsed) show(current() + 1);
+});
+// A swipe to the left shows the next slide, one to the right the previous. During a tap a finger moves by less than 40
+let touched;
+addEventListener("touchstart", (event) => { touched = event.changedTouches[0].clientX; });
+addEventListener("touchend", (event) => {
+  const moved = event.changedTouches[0].clientX - touched;
+  if (Math.abs(moved) > 40) show(current() - Math.sign(moved));
+});
 // Read the address, because :target matches nothing yet when this script runs
 if (!document.getElementById(location.hash.slice(1))) show(1);

@@ -140,6 +140,12 @@ def commands(section: list[nodes.Element]) -> Iterator[nodes.Element]:
             yield part
 
 
+def commands_of_a_pair(parts: list[nodes.Element]) -> list[nodes.Element]:
+    """Return the first block of commands, and what follows the third: the others are for a reader without a class."""
+    pair, _, laptop, *_ = [place for place, part in enumerate(parts) if isinstance(part, nodes.literal_block)]
+    return [parts[pair], *parts[laptop + 1 :], nodes.paragraph("", "The sheet also has the commands for a laptop.")]
+
+
 def data_address(path: Path) -> str:
     return f"data:{mimetypes.guess_type(path)[0]};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
@@ -199,10 +205,12 @@ def slides_of_page(app: Any, row: Row) -> Iterator[Slide]:
         yield Slide("figure", "", figure(builder, image))
     for part in divide(key_points):
         yield Slide("points", "Key points", f"<ul>{render(builder, part)}</ul>")
-    # Only the instructor submits the jobs that the class shares
-    shared = "shared" in SECTIONS[row.page] and "pair" not in SECTIONS[row.page]
     start = list(commands(find_section(document, "start-now")))
-    for part in divide([] if shared else start):
+    if "pair" in SECTIONS[row.page]:
+        start = commands_of_a_pair(start)
+    elif "shared" in SECTIONS[row.page]:
+        start = []  # only the instructor submits these jobs
+    for part in divide(start):
         yield Slide("start", "Start now", render(builder, part))
     folded = list(map(question_and_answer, quiz))
     questions = [nodes.list_item("", *(part.deepcopy() for part in question)) for question, _ in folded]

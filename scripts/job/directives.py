@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from shared.errors import run_program, whole_number
+from shared.errors import WorkshopError, run_program, whole_number
 
 OPTION = re.compile(r"""(?<!\S)-(-[\w-]+|\w)(?:[= ]*["']?([^\s"'-][^\s"']*))?""")
 LONG_NAMES = {"N": "nodes", "G": "gpus", "J": "job-name"}
@@ -32,6 +32,17 @@ def parse_count(value: str) -> int:
     """Return the number in a value such as 2, a100:2 or 1-2 (the larger number). It is 1 if the value has none."""
     last = re.split("[:-]", value)[-1]
     return int(last) if last.isdecimal() else 1
+
+
+def limit_hours(limit: str) -> float:
+    """Return the hours of a time limit in one of Slurm's forms, such as 20 (minutes), 00:20:00 or 1-12 (days-hours)."""
+    days, _, clock = limit.rpartition("-")
+    if not days and clock.count(":") < 2:
+        clock = f"0:{clock}"
+    try:
+        return 24 * int(days or 0) + sum(int(part) / 60**place for place, part in enumerate(clock.split(":")))
+    except ValueError as error:
+        raise WorkshopError("time limit", f"{limit!r} is not a time", "write hours:minutes:seconds") from error
 
 
 def gpus_per_node(asked: dict[str, str]) -> int:

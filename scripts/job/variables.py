@@ -87,7 +87,7 @@ VARIABLES = {
     "SBATCH_MEM_PER_NODE": "user -> run_job.py sbatch",
     "SBATCH_PARTITION": "user -> checks/machine.py sbatch",
     "SBATCH_RESERVATION": "user -> checks/machine.py sbatch",
-    "SBATCH_TIMELIMIT": "user checks/jobs.py -> sbatch",
+    "SBATCH_TIMELIMIT": "user checks/jobs.py -> reporting/classroom_plan.py sbatch",
     "SLURMD_NODENAME": "Slurm -> job/on_node.py distributed/rendezvous.py",
     "SLURM_CONF": "cluster.py -> Slurm",
     "SLURM_CPUS_ON_NODE": "Slurm -> run_job.py",

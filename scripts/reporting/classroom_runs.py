@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import yaml
-
 from job.end_of_job import QueuedJob, queued_jobs
 from reporting.runs import ReportedRun, add_resume_hints, find_runs_in_folder
 from shared.errors import WorkshopError, did_you_mean
@@ -19,15 +17,6 @@ from shared.paths import EXPERIMENTS
 
 # A folder that did not change for this time is not read again. Clocks differ, and file servers report changes late.
 UNCHANGED_S = 60
-
-
-def afternoon_experiments() -> list[str]:
-    """Return the experiments among which each pair chooses in an afternoon, by experiments/agendas.yaml."""
-    agendas = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
-    afternoon = {row.get("page") for row in agendas["agendas"]["afternoon"]["rows"]}
-    sections = [entry for group in agendas["sections"].values() for page, entry in group.items() if page in afternoon]
-    # An entry is a folder, or "2 of FOLDERS" if a pair chooses
-    return select_experiments([job.rpartition(" of ")[2] for entry in sections for job in entry.get("pair", [])])
 
 
 @dataclass
@@ -193,10 +182,10 @@ def common_length(paths: list[tuple[str, ...]]) -> int:
     return next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
 
 
-def select_experiments(words: list[str]) -> list[str]:
+def select_experiments(words: list[str], source: str = "--experiments") -> list[str]:
     """Return the folders with experiments at and below these paths or patterns, which are relative to experiments/.
 
-    Raises WorkshopError (exit code 2) for a path without an experiment.
+    Raises WorkshopError (exit code 2) for a path without an experiment. source: the flag or file with the paths.
     """
     found: list[str] = []
     for word in words:
@@ -205,6 +194,6 @@ def select_experiments(words: list[str]) -> list[str]:
         if not scripts:
             known = sorted({path.parent.relative_to(EXPERIMENTS).as_posix() for path in EXPERIMENTS.rglob("*.slurm")})
             remedy = did_you_mean(word, known, "give folders below experiments/, such as ddp or ddp/2_gpus")
-            raise WorkshopError("--experiments", f"{word} holds no experiment", remedy)
+            raise WorkshopError(source, f"{word} holds no experiment", remedy)
         found += [script.parent.relative_to(EXPERIMENTS).as_posix() for script in scripts]
     return list(dict.fromkeys(found))

@@ -125,8 +125,8 @@ class ReportedRun:
             return Missing(NO_GPU)
         return Missing("not measured" if self.completed else f"the run's status is {self.status}")
 
-    def gpu_hours(self) -> float | Missing:
-        """Return the GPUs of the job times the hours of all its parts. A resumed job has several parts."""
+    def hours(self) -> float | Missing:
+        """Return the hours of all parts of the job. A resumed job has several parts."""
         if not self.has_record:
             return Missing("no readable run record")
         seconds = 0.0
@@ -136,9 +136,14 @@ class ReportedRun:
                 name = "the run" if part is self.record else "a part"
                 return Missing(f"the end of {name} was not recorded")
             seconds += (part.finished - part.started).total_seconds()
-        if not self.record.hardware.gpus:
-            return Missing(NO_GPU)
-        return self.record.hardware.gpus * seconds / 3600
+        return seconds / 3600
+
+    def gpu_hours(self) -> float | Missing:
+        """Return the GPUs of the job times its hours."""
+        hours = self.hours()
+        if isinstance(hours, Missing):
+            return hours
+        return self.record.hardware.gpus * hours if self.record.hardware.gpus else Missing(NO_GPU)
 
 
 def find_runs(folders: list[Path]) -> list[ReportedRun]:

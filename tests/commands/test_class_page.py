@@ -17,7 +17,8 @@ from helpers import REPOSITORY, until
 from report_files import add_run, write
 from reporting import classroom_runs
 from reporting.classroom_page import Names, cell_state, find_places, group_failures, render_class
-from reporting.classroom_runs import ClassReader, afternoon_experiments
+from reporting.classroom_plan import ClassPlan
+from reporting.classroom_runs import ClassReader
 
 EXPERIMENTS = ["baseline", "ddp/1_gpus", "ddp/2_gpus", "deepspeed-single-gpu/zero_1", "deepspeed-single-gpu/zero_2"]
 LATER = START + timedelta(hours=1)
@@ -264,8 +265,10 @@ def test_the_report_and_the_class_share_a_folder(tmp_path, command):
         (["--class", "a", "--reference", "b"], "--reference: cannot be used with --class, "),
         (["--class", "a", "--all-runs"], "--all-runs: cannot be used with --class, "),
         (["b", "--class", "a"], "FOLDER: cannot be used with --class, "),
-        (["--watch"], "--watch: changes only the page of --class; "),
-        (["--numbers"], "--numbers: changes only the page of --class; "),
+        (["--job", "1", "--reference", "b"], "--reference: cannot be used with --job, "),
+        (["--people", "20", "--job", "1"], "--job: cannot be used with --people, "),
+        (["--watch"], "--watch: changes only the output of --class; "),
+        (["--gpus", "8"], "--gpus: changes only the output of --people; "),
         (["--class", "a", "--experiments", "ddpp"], "--experiments: ddpp holds no experiment; "),
     ],
 )
@@ -301,10 +304,11 @@ def test_watch_rewrites_the_page_until_ctrl_c(tmp_path, slurm):
 def class_page(tmp_path_factory) -> Path:
     """The page of a class of 20 with runs in all states."""
     top = tmp_path_factory.mktemp("class")
-    made = make_class(top, afternoon_experiments())
+    columns = ClassPlan().experiments(shared=False)
+    made = make_class(top, columns)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{made.install_squeue(top)}:{os.environ['PATH']}")
-        html = page_of(ClassReader(made.folders, afternoon_experiments()))
+        html = page_of(ClassReader(made.folders, columns))
     write(top / "class.html", html)
     return top / "class.html"
 

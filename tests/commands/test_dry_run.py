@@ -17,7 +17,7 @@ import estimate_memory
 from config import DataArguments
 from data_loader import read_part
 from estimate.command_line import parse_memory_plan
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from job.directives import read_directives
 from shell import program, shell_environment
 
@@ -99,6 +99,26 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         shown = knobs_from(settings.knob_lines(), "experiment")
         assert {f"{name}={value}" for name, value in knobs} <= shown, "knobs that the experiment sets"
     assert files(workshop) == before
+
+
+@pytest.mark.promise("commands work as printed")
+def test_the_afternoon_runs_on_a_laptop(workshop, tmp_path):
+    """The first and the last section train. The others only show their jobs, here without the slow estimates."""
+    (workshop / "exercises").symlink_to(REPOSITORY / "exercises")
+    program(tmp_path / "bin", "python", f'[[ $1 = */estimate_memory.py ]] || exec {sys.executable} "$@"')
+    tiny = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
+    script = workshop / "experiments/afternoon.sh"
+    head, *sections = script.read_text().split('\nsection "')
+    for section in sections:
+        end = "status: completed" if section in (sections[0], sections[-1]) else ""
+        script.write_text(f'{head}\nsection "{section}')
+        path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+        environment = shell_environment(**tiny, PATH=path, SITE=None, DRY_RUN=None if end else 1)
+        done = subprocess.run([script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        jobs = re.findall(r"^\(cd (\S+)", section, re.MULTILINE)
+        shown = re.findall(r"^(?:job \S+ of )?(experiments/\S+): site laptop", done.stdout, re.MULTILINE)
+        assert (done.returncode, shown) == (0, jobs), f"{done.stdout}\n{done.stderr}"
+        assert not end or done.stdout.count(end) == len(jobs)
 
 
 @pytest.mark.promise("your own model and data: from a table to a model that answers")

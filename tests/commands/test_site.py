@@ -125,12 +125,12 @@ def test_tabs_of_cluster_and_laptop_follow_the_keyboard_together_and_are_both_pr
     page.visit(f"{address}/docs/multi-gpu.html")
     page.evaluate("localStorage.clear(); sessionStorage.clear()")
     page.visit(f"{address}/docs/multi-gpu.html?again")
-    assert page.evaluate(TABS) == [[True, False]] * 3
+    assert page.evaluate(TABS) == [[True, False]] * 2
     page.tab_to(".sd-tab-set input")
     page.press("ArrowRight", 39)
-    assert page.evaluate(TABS) == [[False, True]] * 3
+    assert page.evaluate(TABS) == [[False, True]] * 2
     page.send("Emulation.setEmulatedMedia", media="print")
-    assert page.evaluate(TABS) == [[True, True]] * 3
+    assert page.evaluate(TABS) == [[True, True]] * 2
     page.send("Emulation.setEmulatedMedia", media="")
 
 

@@ -11,9 +11,9 @@ from helpers import REPOSITORY
 COUNT = "document.querySelectorAll('section').length"
 AFTERNOON = yaml.safe_load((REPOSITORY / "experiments/agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
 SECTIONS = [row["page"] for row in AFTERNOON if row.get("page") not in (None, "introduction")]
-# Return the texts of each kind of slide: those of the list items, and the alternative texts of figures
-TEXTS = """Object.fromEntries(["points", "quiz", "figure"].map((kind) => [kind,
-  [...document.querySelectorAll(`.${kind} > :is(ul, ol) > li, .${kind} img`)]
+# Return the texts of each kind of slide: those of list items and commands, and the alternative texts of figures
+TEXTS = """Object.fromEntries(["points", "quiz", "figure", "start"].map((kind) => [kind,
+  [...document.querySelectorAll(`.${kind} > :is(ul, ol) > li, .${kind} img, .start.${kind} pre`)]
     .map((each) => each.alt || each.textContent)]))"""
 # Load all figures, and return the alternative texts of those that cannot be shown
 BROKEN_FIGURES = """Promise.all([...document.images].map((each) => each.decode().then(() => null, () => each.alt)))
@@ -69,6 +69,10 @@ def test_the_deck_has_the_figures_the_key_points_and_the_quiz_of_each_section_of
     assert len(SECTIONS) >= 5 and shown["figure"] == re.findall(r"^(?:> )?!\[(.*)\]\(", pages, re.MULTILINE)
     for kind, heading in (("points", "Key points"), ("quiz", "Quiz")):
         assert list(map(letters, shown[kind])) == [item for page in SECTIONS for item in listed(page, heading)]
+    # The first block of "Start now" is what the class types, on one slide. The first block of all is that of the sheet
+    pages = [(REPOSITORY / f"docs/{page}.md").read_text().partition("## Start now")[2] for page in SECTIONS[:-1]]
+    assert shown["start"][1:] == [re.findall(r"^```bash.*\n([^`]*)", page, re.M)[0] for page in pages]
+    assert slides.evaluate("document.querySelectorAll('.start').length") == len(SECTIONS)
 
 
 def test_the_type_is_large(slides):
@@ -103,6 +107,20 @@ def test_keys_move_through_the_slides_and_the_address_names_the_current_one(slid
         slides.press(key, code)
         assert slides.evaluate("location.hash") == f"#{expected}"
         assert slides.evaluate(SHOWN) == [expected]
+
+
+def test_a_click_and_a_swipe_move_through_the_slides(slides):
+    for kind in ("mousePressed", "mouseReleased"):
+        slides.send("Input.dispatchMouseEvent", type=kind, x=600, y=300, button="left", clickCount=1)
+    assert slides.evaluate("location.hash") == "#2"
+    for start, end, expected in ((900, 300, "#3"), (300, 900, "#2"), (900, 300, "#3")):
+        for kind, touched in (("touchStart", [start]), ("touchMove", [end]), ("touchEnd", [])):
+            slides.send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": 300} for x in touched])
+        assert slides.evaluate("location.hash") == expected
+    # A click on a link only follows the link, and a click keeps a selection, which somebody may want to copy
+    slides.evaluate("""{ const slide = document.querySelector("section:target");
+      slide.querySelector("a").click(); getSelection().selectAllChildren(slide); slide.click() }""")
+    assert slides.evaluate("location.hash") == "#2"
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (1920, 1080), (1024, 768)])

@@ -59,6 +59,9 @@ def findings() -> Iterator[str]:
         if re.search(r"```bash cluster\n[^`]*```\n\n *```bash\n", text):
             problem = "commands for a cluster stand directly before commands for a laptop"
             yield f'{relative_name(page)}: {problem}; write "On a cluster:" and "On a laptop:" before the blocks'
+        if any(re.search(r"\bsbatch\b[^`]*\bscancel\b", block) for _, block in bash_blocks(page)):
+            problem = "a block cancels the job that it submits, if somebody pastes it"
+            yield f"{relative_name(page)}: {problem}; write scancel into a block of its own"
     for command in commands():
         absent = [f"there is no {name}; write the new name" for name, exists in named_targets(command) if not exists]
         for finding in [*broken_rules(command), *absent]:

@@ -1,4 +1,4 @@
-"""Check the order of the pages, their quizzes, and the files that they name."""
+"""Check the order of the pages, their quizzes, the files that they name, and the commands of a class."""
 
 import ast
 import itertools
@@ -17,7 +17,7 @@ FILE = rf"`({PROGRAM}|(?:ds_configs|fsdp_configs|data)/[\w/.-]+\.json)"
 
 
 def findings() -> Iterator[str]:
-    return itertools.chain(files(), bare_names(), order(), quizzes(), promises())
+    return itertools.chain(files(), bare_names(), order(), quizzes(), promises(), commands_of_pairs())
 
 
 def files() -> Iterator[str]:
@@ -70,3 +70,20 @@ def quizzes() -> Iterator[str]:
         if not 3 <= asked == answers == quiz.count("</details>"):
             number = f"asks {asked} questions and answers {answers}"
             yield f"{relative_name(page)}: Quiz: {number}; write 3 or more, each with an answer"
+
+
+def commands_of_pairs() -> Iterator[str]:
+    """Check that a pair finds the same commands on the page, on the sheet and in afternoon.sh, in an afternoon.
+
+    `make pages-check` compares the pages with experiments/agendas.yaml, and tests/commands/test_slides.py the slides.
+    """
+    agendas = yaml.safe_load(read("experiments/agendas.yaml"))
+    afternoon = [row.get("page") for row in agendas["agendas"]["afternoon"]["rows"]]
+    pairs = [page for group in agendas["sections"].values() for page, entry in group.items() if "pair" in entry]
+    for page in (page for page in pairs if page in afternoon):
+        number, start = re.findall(r"^# (\d+).*\n((?:.*\n)*)", read(f"docs/{page}.md"))[0]
+        cluster, _, laptop = re.findall(r"^```bash.*\n([^`]*)", section_below(start, "Start now"), re.MULTILINE)[:3]
+        found = re.findall(rf"^# Section {number}\n([^`]*?)(?=# Section|```)", read("docs/instructor/sheet.md"), re.M)
+        found += re.findall(rf'^section "\S+  {number} .*\n((?:.+\n)*)', read("experiments/afternoon.sh"), re.MULTILINE)
+        if found != [cluster, laptop, laptop]:
+            yield f"docs/{page}.md: the commands differ from those of sheet.md or afternoon.sh; run make pages"

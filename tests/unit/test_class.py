@@ -1,16 +1,34 @@
-"""Tests of the class at a glance that need no other process: names, columns and the ends of logs."""
+"""Tests of the class at a glance that need no other process: its numbers, names, columns and the ends of logs."""
+
+import re
 
 import pytest
 
-from report_files import write
-from reporting.classroom_runs import afternoon_experiments, distinct_names, select_experiments
+import report
+from report_files import add_run, write
+from reporting.classroom_runs import distinct_names, select_experiments
 from reporting.trainer_log import END, done_percent, last_error, log_end
 
 
-def test_the_default_columns_are_the_experiments_of_the_afternoon():
-    found = afternoon_experiments()
-    assert select_experiments(found) == found, "each column must be an experiment"
-    assert {"baseline", "ddp/2_gpus", "deepspeed-single-gpu/zero_3"} <= {*found} and "efficiency/all" not in found
+# Counted by hand from experiments/agendas.yaml and the #SBATCH lines, which all say one hour. In an afternoon a pair
+# submits 8 jobs with 12 GPUs: section 2 one job of 1 GPU, 6 two jobs of 1 and 2, 9 two of 1, 11 three of 2. The class
+# shares 10 jobs with 36 GPUs: section 6 two jobs of 4, 11 three of 4, 6 and 8, 19 five of 2. So 3, 10 and 17 pairs have
+# 24, 80 and 136 jobs with 36, 120 and 204 GPUs, and the shared ones. 16 GPUs run them, section by section, in
+# 1 + 1 + 1 + 2, 1 + 2 + 2 + 4 and 2 + 4 + 3 + 7 turns, and the shared ones in 3.
+@pytest.mark.parametrize(
+    ("people", "needs"),
+    [(6, "34 | 72 | 8 | 72 | 24"), (20, "90 | 156 | 12 | 156 | 52"), (33, "146 | 240 | 19 | 240 | 80")],
+)
+def test_the_class_in_numbers(tmp_path, main_of, capsys, monkeypatch, people, needs):
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "00:20:00")
+    for job_id, end in (("1", "10:03:01"), ("2", "10:04:32")):
+        add_run(tmp_path, "ddp/2_gpus", job_id, finished=f"2026-11-20T{end}+00:00")
+    add_run(tmp_path, "ddp/1_gpus", "3", status="failed")
+    main_of(report, "--people", people, tmp_path)
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert f"| All | {needs} |" in shown
+    assert "| ddp/2_gpus | 2 | 4.5 (2 runs, AMD EPYC (2 cores), no GPU) |" in shown
+    assert "| ddp/1_gpus | 1 | not measured: no completed run |" in shown
 
 
 def test_experiments_are_families_or_folders(refusal):

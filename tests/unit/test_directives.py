@@ -2,7 +2,7 @@
 
 import pytest
 
-from job.directives import gpus_per_node, parse_count, read_directives
+from job.directives import gpus_per_node, limit_hours, parse_count, read_directives
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,12 @@ def test_directives_are_read_as_sbatch_reads_them(tmp_path, lines, nodes, gpus):
     script.write_text(f"#!/bin/bash\n{lines}\n")
     asked = read_directives(script)
     assert (parse_count(asked.get("nodes", "")), gpus_per_node(asked)) == (nodes, gpus)
+
+
+@pytest.mark.parametrize(
+    ("limit", "hours"),
+    [("90", 1.5), ("30:36", 0.51), ("01:00:00", 1), ("1-12", 36), ("1-00:30", 24.5), ("0-02:00:36", 2.01)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(refusal, limit, hours):
+    assert limit_hours(limit) == pytest.approx(hours)
+    assert refusal(limit_hours, f"{limit}h").startswith(f"error: time limit: '{limit}h' is not a time; ")

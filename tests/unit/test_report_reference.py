@@ -135,8 +135,3 @@ def test_a_report_cannot_be_its_own_reference(tmp_path, main_of, refusal):
     main_of(report, RUNS / "experiments" / "baseline", "-o", tmp_path / "report")
     line = refusal(main_of, report, RUNS, "-o", tmp_path / "report", "--reference", tmp_path / "report")
     assert line.endswith("/report: is the folder that this report is written to; give another folder with -o")
-
-
-def test_a_single_run_cannot_have_a_reference(main_of, refusal):
-    line = refusal(main_of, report, "--job", "results/1.json", "--reference", "theirs")
-    assert line == "error: --reference: compares whole reports, and --job shows one run; leave one of them out"
