@@ -170,9 +170,6 @@ MISTAKES = {
     "PER_DEVICE_BATCH_SIZE=4": "PER_DEVICE_BATCH_SIZE: this variable is not read; use BATCH_SIZE",
     "NUM_TRAIN_EPOCHS=1": "NUM_TRAIN_EPOCHS: this variable is not read; use NUM_EPOCHS",
     "GRADIENT_ACCUMULATION_STEPS=1": "GRADIENT_ACCUMULATION_STEPS: this variable is not read; use GRAD_ACC",
-    # bytes that are not UTF-8
-    "--run_name a\udcff": "--run_name: 'a\\udcff' is not UTF-8; see --help",
-    "DATASET=\udcff.csv": "DATASET: '\\udcff.csv' is not UTF-8; correct or unset the variable",
     # empty, because a shell variable after the flag is unset
     "--deepspeed=": "--deepspeed: its value is empty; give one, or leave the flag out",
     "--fsdp=": "--fsdp: its value is empty; ",
