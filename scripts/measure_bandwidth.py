@@ -12,7 +12,6 @@ With --sizes it then measures messages from 32 KiB to 1 GiB (on CPUs to 64 MiB),
 prints a table, which docs/collectives.md explains.
 """
 
-import argparse
 import os
 import re
 import time
@@ -56,7 +55,7 @@ class Size(NamedTuple):
 
 
 def main() -> None:
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     minimum = os.environ.get("MIN_BANDWIDTH") or ("5" if GPU else "0")
     text = "in GB/s, by default the variable MIN_BANDWIDTH; 0 accepts any bandwidth"
     parser.add_argument("--min_bandwidth", type=NOT_NEGATIVE.number, default=minimum, help=text)

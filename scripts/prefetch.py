@@ -7,7 +7,6 @@ share. Do not use `hf download` instead: it fetches the weights for every framew
 tables that an offline run reads.
 """
 
-import argparse
 from pathlib import Path
 
 from shared.before_imports import prepare_imports
@@ -26,7 +25,7 @@ from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, find_network_fa
 
 def main() -> None:
     draw_bars_on_terminals_only()
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("--model_name", "--model-name", help="Hub name of a causal LM")
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ The package holds the weights in GGUF's format Q4_1, with about 5 bits per weigh
 differ a little from the weights on the Hub. (--target keeps both packages out of the workshop's environment.)
 """
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from shared.hub import draw_bars_on_terminals_only
 
 def main() -> None:
     draw_bars_on_terminals_only()
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("folder", type=Path, help="the model folder to write")
     folder = parser.parse_args().folder
     if folder.exists():

@@ -159,6 +159,8 @@ class OneLineErrors(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors and without abbreviated flags. The help begins with the description."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        # The formatter keeps the lines of the description
+        kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
         kwargs |= {"usage": argparse.SUPPRESS, "allow_abbrev": False}
         super().__init__(*args, **kwargs)
 
