@@ -142,7 +142,7 @@ MISTAKES = {
     "--zzz": "--zzz: unknown flag; see --help",
     "--num_train": "--num_train: unknown flag; did you mean --num_train_epochs?",
     "--batch-size 8": "--batch-size: unknown flag; did you mean --per_device_train_batch_size?",
-    "--warmup-ratio=1": "--warmup-ratio: transformers 5 removed this flag; ",
+    "--warmup-ratio=1": "--warmup-ratio: unknown flag; use --warmup_steps",
     "--epochs 3": "--epochs: unknown flag; use --num_train_epochs",
     "--lr 1e-4": "--lr: unknown flag; use --learning_rate",
     "--resume": "--resume: unknown flag; use --resume_from_checkpoint",
