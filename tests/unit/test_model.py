@@ -129,10 +129,6 @@ FAULTS = {
         lambda folder: (folder / "tokenizer.json").write_text(LFS),
         "IN/tokenizer.json: is a pointer of Git LFS, not the file itself; run git lfs pull",
     ),
-    "a web page instead of weights": (
-        lambda folder: (folder / "model.safetensors").write_text("\n<!DOCTYPE html><html>"),
-        "IN/model.safetensors: is a web page, not the file itself; download the file again",
-    ),
     "truncated weights": (
         lambda folder: os.truncate(folder / "model.safetensors", 9000),
         "IN/model.safetensors cannot be loaded (Error while deserializing header: incomplete metadata, file not fully "
