@@ -154,17 +154,12 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def missing() -> list[str]:
-    """Names of the programs that this machine lacks."""
-    return [program for program in TOOLS if not shutil.which(program, path=PATH)]
-
-
 def check_machine() -> None:
     """Raise WorkshopError if no cluster can run here: a program is missing, or namespaces are not permitted."""
-    if missing():
+    if missing := [program for program in TOOLS if not shutil.which(program, path=PATH)]:
         raise WorkshopError(
             "cluster",
-            f"{', '.join(missing())}: not installed",
+            f"{', '.join(missing)}: not installed",
             f"on Debian or Ubuntu: sudo apt-get install {' '.join(PACKAGES)}",
             ENVIRONMENT,
         )
