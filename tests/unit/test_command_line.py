@@ -118,12 +118,6 @@ def test_values_that_follow_from_other_flags():
     assert given.flat()["per_device_eval_batch_size"] == 2
 
 
-def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
-    (tmp_path / "zero2").mkdir()
-    monkeypatch.chdir(tmp_path / "zero2")
-    assert trainer_flags(parse())["run_name"] == "zero2"
-
-
 def test_typed_settings_hold_each_flag_of_the_command_line_once():
     """A resumed run compares the settings of its checkpoint by these names, also if an earlier version saved it."""
     flags = {flag for flag, action in actions_by_flag(build_parser("")).items() if action.default != argparse.SUPPRESS}
