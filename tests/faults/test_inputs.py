@@ -13,6 +13,7 @@ CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
 EXPERTS = {"model_type": "mixtral", "vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 1}
 ROUTER_LOSS = json.dumps(EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "output_router_logits": True})
+TOKENIZER = ["--from_scratch", "--tokenizer_name", "tiny-bloom"]
 # fmt: off
 REFUSED = {  # the error line, the flags, and a dictionary of files, variables and the exit code (by default 2)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
@@ -33,8 +34,24 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
     "a router loss": ("--model_name: output_router_logits adds a loss of the router, ...; set output_router_logits to "
                       "false in its config.json",
-                      ["--model_name", "mine", "--from_scratch", "--tokenizer_name", "tiny-bloom"],
+                      ["--model_name", "mine", *TOKENIZER],
                       {"files": {"mine/config.json": ROUTER_LOSS}}),
+    "a model that cannot recompute": ("--activation_checkpointing: CustomGPTForCausalLM cannot recompute its blocks; "
+                                      "leave it out, or set activation_checkpointing in an FSDP config file",
+                                      ["--activation_checkpointing", "--model_name", "custom-gpt", *TOKENIZER], {}),
+    "a model with too few tokens": ("--model_name: its tokenizer has 2048 tokens, the model 100; use a matching ...",
+                                    ["--model_name", "gpt", *TOKENIZER],
+                                    {"files": {"gpt/config.json": '{"model_type": "gpt2", "vocab_size": 100}'}}),
+    "too few questions": ("--train_size or --samples_per_gpu: 9999 rows requested, but data/squad_sample.json has only "
+                          "280 to train on; lower it, or give all", ["--train_size", 9999], {}),
+    "too few to evaluate on": ("--eval_size: 68 rows requested, but data/squad_sample.json has only 67 to evaluate on; "
+                               "lower it, or give all", ["--eval_size", 68], {}),
+    "FSDP1 without a GPU": ("fsdp_configs/fsdp1_full_shard.json: FSDP1 needs a GPU: it crashes with gloo; use an FSDP2 "
+                            "config", ["--fsdp", "--fsdp_config", "fsdp_configs/fsdp1_full_shard.json"], {"code": 3}),
+    "a launcher's variable": ("WORLD_SIZE: is 'abc', not a whole number; unset it, or give a whole number",
+                              [], {"WORLD_SIZE": "abc"}),
+    "a run that saved only adapters": ("mine: holds the model of a finished run; give another --output_dir, ...", [],
+                                       {"OUTPUT_DIR": "mine", "files": {"mine/adapter/adapter_config.json": "{}"}}),
     "too large a rank": ("--lora_rank: 65 is too large for all linear layers; give at most 64",
                          ["--lora_rank", 65], {}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
@@ -130,10 +147,11 @@ def update_json(path, **values: object) -> None:
 def test_code_of_a_known_model_is_not_run(bench: Bench):
     """The configs of model and tokenizer name code, although transformers has a class for both."""
     folder = bench.trained().output.rename(bench.folder / "mine")
-    update_json(folder / "config.json", auto_map=CODE)
+    update_json(folder / "config.json", auto_map=CODE, trust_remote_code=True)
     update_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
     (folder / "evil.py").write_text("import os\nos.mkdir('canary')\n")
-    assert bench.run("--model_name", "mine", JOB_ID="8").record["status"] == "completed"
+    allowed = dict.fromkeys(("TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE"), 1)
+    assert bench.run("--model_name", "mine", JOB_ID="8", **allowed).record["status"] == "completed"
     assert not (bench.folder / "canary").exists()
 
 

@@ -21,7 +21,6 @@ from transformers import (
     set_seed,
 )
 
-import evaluate
 from distributed.config_file import read_config_file
 from estimate.model_shape import AliveBytes
 from guard.preconditions import describe_adapters
@@ -229,11 +228,6 @@ def test_fsdp1_is_refused(refusal):
     settings = parse_command_line("", ["--fsdp", "--fsdp_config", path, "--lora_rank", "8"])
     what = "FSDP1 has not been tried with --lora_rank; use an FSDP2 config"
     assert refusal(read_config_file, settings, 1, 1) == f"error: {path}: version: {what}"
-
-
-def test_evaluate_needs_no_rank(main_of, refusal):
-    line = "has no effect on a saved model, whose weights contain the adapters; leave it out"
-    assert refusal(main_of, evaluate, "--lora_rank", 8) == f"error: --lora_rank: {line}"
 
 
 LOW = "warning: the learning rate 5e-05 is low for LoRA, which usually needs 1e-4 to 2e-3; set LEARNING_RATE"

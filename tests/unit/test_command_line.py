@@ -183,6 +183,8 @@ MISTAKES = {
     "--save_merged False --lora_rank 8 --from_scratch": "--save_merged: False would save nothing, because no adapters",
     "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
     "--fsdp --optim adafactor": "--optim: adafactor cannot update shards; use one of adamw_torch_fused, ",
+    "--model_name custom-gpt --num_heads 3": "--num_heads: 3 heads do not divide the hidden size 2048; choose a ",
+    "--model_name tiny-bloom --num_layers 3": "--num_layers: has no effect on tiny-bloom; leave it out, or train ",
     "--model_name custom-gpt --seq_length 3": "--max_length: 512 is more than the 3 positions of --seq_length; lower",
     # secrets, which `ps` would show
     "--hub_token=hf_canary": "--hub_token: ",

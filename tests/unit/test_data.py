@@ -147,7 +147,7 @@ def test_a_passage_in_several_paragraphs_is_either_trained_on_or_held_out(writte
 
 
 def test_sizes(sample, tiny_tokenizer, capsys):
-    """All questions of a local file are used unless sizes are given. tests/unit/test_train.py has a size too large."""
+    """All questions of a local file are used unless sizes are given. tests/faults has sizes that are too large."""
 
     def sizes(**options: object) -> tuple[int, ...]:
         arguments = DataArguments(dataset=str(sample), max_length=256, **options)
