@@ -148,7 +148,7 @@ class LossInHead:
         """Return `logits`, which are the head's loss. Reject a model that has changed them."""
         if not self.checked:
             own = self.loss
-            # A loss that is not finite passes, because FiniteLossCallback reports it
+            # A loss that is not finite passes, because WorkshopTrainer.check_loss reports it
             if own is None or own.shape != logits.shape or not torch.allclose(own, logits, 0, 0, equal_nan=True):
                 what = f"chunked is wrong for {type(self.model).__name__}, which scales or caps its logits"
                 raise WorkshopError("--loss", what, USE_FULL)

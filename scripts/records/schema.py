@@ -30,7 +30,7 @@ Status = Literal["running", "completed", "failed", "oom", "timeout", "stopped"]
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class Restart(Part):

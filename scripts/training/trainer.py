@@ -88,6 +88,9 @@ class WorkshopTrainer(UpstreamFixes):
         if not counted:
             what = "is too small to give each rank a whole batch"
             raise WorkshopError("--eval_size", what, "raise it, or leave out --dataloader_drop_last")
+        if not math.isfinite(loss):
+            what = f"is {loss} after step {self.state.global_step}"
+            raise WorkshopError("evaluation loss", what, "lower --learning_rate", code=1)
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
         output.metrics[f"{kwargs['metric_key_prefix']}_perplexity"] = math.exp(min(loss / counted, 700))
         return output

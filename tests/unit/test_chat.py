@@ -6,7 +6,6 @@ import random
 
 import pytest
 import yaml
-from transformers import ByT5Tokenizer
 
 from config import IGNORED, DataArguments
 from data_loader import load_set
@@ -106,11 +105,6 @@ def test_a_conversation_that_is_not_written_as_it_is_cannot_be_used(chatml, temp
     with pytest.raises(RowError) as raised:
         encode(chat(*turns), chatml, 99)
     assert str(raised.value) == reason
-
-
-def test_a_slow_tokenizer_ends_with_one_line(refusal):
-    line = refusal(encode, chat(*ASKED), ByT5Tokenizer())
-    assert line.startswith("error: --tokenizer_name: ByT5Tokenizer is slow; name a fast tokenizer for chats")
 
 
 def test_a_long_conversation_loses_its_oldest_questions_but_not_its_system_message(chatml):
