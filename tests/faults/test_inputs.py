@@ -48,6 +48,11 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                                "lower it, or give all", ["--eval_size", 68], {}),
     "FSDP1 without a GPU": ("fsdp_configs/fsdp1_full_shard.json: FSDP1 needs a GPU: it crashes with gloo; use an FSDP2 "
                             "config", ["--fsdp", "--fsdp_config", "fsdp_configs/fsdp1_full_shard.json"], {"code": 3}),
+    "FSDP1 with LoRA": ("fsdp_configs/fsdp1_full_shard.json: version: FSDP1 has not been tried with --lora_rank; use "
+                        "an FSDP2 config", ["--fsdp", "--fsdp_config", "fsdp_configs/fsdp1_full_shard.json",
+                                         "--lora_rank", 8], {}),
+    "a flag that transformers rejects": ("command line: --load_best_model_at_end requires ...; see --help",
+                                         ["--save_strategy", "steps", "--load_best_model_at_end"], {}),
     "a launcher's variable": ("WORLD_SIZE: is 'abc', not a whole number; unset it, or give a whole number",
                               [], {"WORLD_SIZE": "abc"}),
     "a run that saved only adapters": ("mine: holds the model of a finished run; give another --output_dir, ...", [],

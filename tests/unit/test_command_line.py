@@ -15,7 +15,7 @@ from settings import precision
 from settings.command_line import actions_by_flag, build_parser, parse_command_line
 from settings.hints import UNUSED_FLAGS, warn_of_unread_variables
 from settings.settings import Settings, TrainerArguments
-from settings.trainer_flags import trainer_flags, training_arguments
+from settings.trainer_flags import trainer_flags
 from shared.paths import workshop_version
 from shared.tracker_setup import check_trackers
 
@@ -233,11 +233,6 @@ def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(monkeypatch, refus
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     line = refusal(check_trackers, "wandb")
     assert line == "error: --report_to: wandb is not installed; pip install wandb"
-
-
-def test_an_error_of_training_arguments_is_one_line(refusal):
-    settings = parse("--save_strategy", "steps", "--load_best_model_at_end")
-    assert "--load_best_model_at_end" in refusal(training_arguments, settings)
 
 
 def test_each_flag_that_takes_a_secret_is_refused():
