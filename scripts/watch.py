@@ -7,7 +7,6 @@ experiments/watch.sh --once 4711     # print one view and end, as into a pipe
 The view asks Slurm for the state of the job, and reads the ends of the job's log and of its loggers' files.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ WIDTH = 80  # columns
 
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when the reader of a pipe ends
-    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__)
     parser.add_argument("job", nargs="?", help="the number that sbatch printed, or local-... of a run without Slurm")
     parser.add_argument("--once", action="store_true", help="print one view and end")
     arguments = parser.parse_args()

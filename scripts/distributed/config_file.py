@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from distributed.ds_config import check_choices, check_contradictions, check_ds_config
-from distributed.fsdp_config import check_device, check_fsdp_config, parallelism, trainer_config
+from distributed.fsdp_config import check_device, check_fsdp_config, parallelism
 from distributed.process_group import adopt_process_group
 from distributed.tensor_parallel import check_groups
 from settings.settings import Settings
@@ -39,7 +39,8 @@ def sharding_arguments(settings: Settings) -> dict[str, Any]:
     return {
         "deepspeed": settings.deepspeed_config,  # transformers replaces each "auto" by the value of a flag
         "fsdp": fsdp_config is not None,
-        "fsdp_config": trainer_config(fsdp_config),
+        # The Trainer does not know the dp_* keys, which belong to this workshop
+        "fsdp_config": {key: value for key, value in (fsdp_config or {}).items() if not key.startswith("dp_")},
         "parallelism_config": parallelism(fsdp_config),  # replicas x shards, for HYBRID_SHARD
     }
 

@@ -136,11 +136,6 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
     config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
 
 
-def trainer_config(config: dict | None) -> dict:
-    """Return the config without the keys that only this workshop knows, for TrainingArguments."""
-    return {key: value for key, value in (config or {}).items() if not key.startswith("dp_")}
-
-
 def parallelism(config: dict | None) -> ParallelismConfig | None:
     """Return the two mesh dimensions of HYBRID_SHARD, None for all other strategies."""
     if config is None or config.get("dp_replicate_size", 1) == 1:

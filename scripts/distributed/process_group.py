@@ -228,7 +228,7 @@ def run_and_report(main: Callable[[], None]) -> int:
             remedy = "lower --per_device_train_batch_size or --max_length, or offload"
             report(WorkshopError("memory", what.split(". ")[0], remedy, code=1))
             return 1
-        if is_lost_connection(error):
+        if world_size() > 1 and any(words in str(error) for words in LOST_CONNECTION):  # a traceback would not help
             what = str(error).splitlines()[0]
             print(f"rank {rank()} on {node_name()} lost another rank: {what}", file=sys.stderr, flush=True)
         else:
@@ -240,11 +240,6 @@ def run_and_report(main: Callable[[], None]) -> int:
 
 def is_out_of_memory(error: object) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
-
-
-def is_lost_connection(error: Exception) -> bool:
-    """Return True if a collective failed because the connection to another rank is lost. A traceback would not help."""
-    return world_size() > 1 and any(words in str(error) for words in LOST_CONNECTION)
 
 
 def exit_code(error: BaseException | None) -> int:

@@ -63,12 +63,10 @@ def comparison(settings: Settings) -> str:
     """
     trainer = settings.trainer
     given = settings.estimate
-    for flag, value in (("deepspeed", trainer.deepspeed), ("fsdp", trainer.fsdp)):
+    cut = settings.model.tensor_parallel > 1
+    for flag, value in (("deepspeed", trainer.deepspeed), ("fsdp", trainer.fsdp), ("tensor_parallel", cut)):
         if value:
             raise settings.error(flag, "cannot be combined with --compare, which tries all configs", "leave it out")
-    if settings.model.tensor_parallel > 1:
-        what = "cannot be combined with --compare"
-        raise settings.error("tensor_parallel", what, "leave it out, or leave out --compare")
     trace_shape(settings)  # a model that cannot be estimated causes one error here, for all configs
     rows = []
     refused = []

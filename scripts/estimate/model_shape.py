@@ -150,12 +150,6 @@ class Shape:
         return replace(self, sizes=sizes, block_sizes=tuple(sum(sizes[n] for n in block) for block in self.blocks))
 
 
-def describe_parameters(shape: Shape) -> str:
-    """Return the number of parameters, before tensor parallelism cuts them, and of trained ones if some are frozen."""
-    trained = f" ({shape.trainable:,} trained)" if shape.frozen else ""
-    return f"{shape.model:,} parameters{trained}"
-
-
 def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
     """Return the shape of the model that train.py would load, or of the model with this config.json.
 

@@ -52,12 +52,6 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
-class Flags(BaseModel, extra="allow"):
-    """The flags that define a training run, and the global batch."""
-
-    global_batch: PositiveInt
-
-
 class Marker(BaseModel, extra="allow"):
     """A checkpoint's marker: the values of `training_identity`, the step, and the name and size of each file."""
 
@@ -66,7 +60,7 @@ class Marker(BaseModel, extra="allow"):
     strategy: Literal[tuple(BY_NAME)]  # type: ignore[valid-type]
     at_once: PositiveInt  # version 1.0.0, whose checkpoints have other counts, did not write it
     save_strategy: str
-    settings: Flags
+    settings: dict[str, Any]
     config: dict[str, Any]
     data: str
     step: PositiveInt
@@ -308,8 +302,6 @@ def remedy(names: list[str], saved: dict, identity: dict) -> str:
         if not rest:
             return f"set GRAD_ACC={accumulation}, which gives the same global batch on {ranks} rank(s)"
         return f"no GRAD_ACC gives the same global batch on {ranks} rank(s); lower BATCH_SIZE, or change the ranks"
-    if identity["settings"]["samples_per_gpu"] and ranks != saved["world_size"]:
-        return f"with SAMPLES_PER_GPU the ranks decide on the questions; start {saved['world_size']} rank(s)"
     return "give the same settings, or leave --resume_from_checkpoint out to start from the beginning"
 
 

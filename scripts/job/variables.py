@@ -61,7 +61,7 @@ VARIABLES = {
     "GPUS_PER_NODE": "user submit.sh -> submit.sh run_job.py job/directives.py",
     "GPU_MEMORY": "user -> run_job.py",
     "HF_DATASETS_CACHE": "user checks/jobs.py -> datasets",
-    "HF_ENDPOINT": "user -> shared/before_imports.py shared/hub.py huggingface_hub",
+    "HF_ENDPOINT": "user -> shared/hub.py huggingface_hub",
     "HF_HUB_OFFLINE": "user checks/machine.py shared/hub.py -> shared/hub.py huggingface_hub",
     "JOIN_TIMEOUT": "user job.sh -> distributed/rendezvous.py",
     "LOGGERS": "user job.sh run_job.py -> job/on_node.py",

@@ -36,7 +36,9 @@ CHUNK = 256
 # The number of rows of a chunk is a multiple of this, because matrix products on GPUs are then faster. On the CPU in
 # 16 bit, oneDNN compiles code for each number of rows, and keeps about a megabyte for each. So few numbers must occur
 ROW_MULTIPLE = 64
-FP16_TOKENS = 2 * ROW_MULTIPLE  # tokens whose products are summed in fp16, where the device is not CUDA
+# Factor of the logits' gradient before it is rounded to fp16. A softmax over 250,880 tokens is 4e-6 on average, near
+# the smallest numbers of fp16. Loss scaling comes too late, because its factor is known only in the backward pass
+FP16_SCALE = 2**8
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class LossInHead:
         """Return `logits`, which are the head's loss. Reject a model that has changed them."""
         if not self.checked:
             own = self.loss
-            # A loss that is not finite passes, because FiniteLossCallback reports it
+            # A loss that is not finite passes, because WorkshopTrainer.check_loss reports it
             if own is None or own.shape != logits.shape or not torch.allclose(own, logits, 0, 0, equal_nan=True):
                 what = f"chunked is wrong for {type(self.model).__name__}, which scales or caps its logits"
                 raise WorkshopError("--loss", what, USE_FULL)
@@ -179,10 +181,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
         pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
         loss = torch.zeros((), device=hidden.device)  # ()
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)  # (P, V)
-        # The largest fp16 number is 65,504. A sum over fewer tokens stays below it with a larger scale
-        in_fp16 = dtype == torch.float16 and device != "cuda"
-        summed_tokens = FP16_TOKENS if in_fp16 else chunk
-        scale = gradient_scale(hidden, summed_tokens if in_fp16 else 0)
+        ctx.scale = FP16_SCALE if dtype == torch.float16 else 1
         if with_gradients:
             # (R, D) and (V, D)
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
@@ -193,7 +192,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
                 logits = torch.mm(part, weight.T, out=logits_buffer[: len(part)])  # (P, V)
                 unpadded = min(len(part), tokens - start)
                 part_targets = targets[start : start + unpadded]  # (U)
-                loss += loss_and_gradient(logits[:unpadded], part_targets, scale, pieces.logits, with_gradients)
+                loss += loss_and_gradient(logits[:unpadded], part_targets, ctx.scale, pieces.logits, with_gradients)
                 if not with_gradients:
                     continue
                 gradient = logits  # (P, V); loss_and_gradient has replaced the logits by their gradient
@@ -202,23 +201,19 @@ class CrossEntropyOfHead(torch.autograd.Function):
                     rows = slice(first, first + pieces.vocabulary)
                     # (P, D) += (P, W) (W, D)
                     add_product(hidden_gradient[start : start + chunk], gradient[:, rows], weight[rows])
-                    if weight_gradient is None:
-                        continue
-                    for begin in range(0, len(part), summed_tokens):
-                        summed = slice(begin, begin + summed_tokens)
-                        # (W, D) += (W, a part of P) (a part of P, D)
-                        add_product(weight_gradient[rows], gradient[summed, rows].T, part[summed])
+                    if weight_gradient is not None:
+                        # (W, D) += (W, P) (P, D)
+                        add_product(weight_gradient[rows], gradient[:, rows].T, part)
         if with_gradients:
-            ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient, scale)
+            ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient)
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        *gradients, scale = ctx.saved_tensors  # (C, D), (V, D) and ()
-        factor = gradient / scale  # ()
-        gradients = [
+        factor = gradient / ctx.scale  # ()
+        gradients = [  # (C, D) and (V, D)
             None if kept is None else kept.mul_(factor).to(dtype)
-            for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *gradients, None, None
 
@@ -226,9 +221,11 @@ class CrossEntropyOfHead(torch.autograd.Function):
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add the product of two matrices to a matrix in fp32."""
     if total.device.type == "cuda" and a.dtype == torch.float16:
-        # The matrix unit writes its fp32 sum, so that no sum can overflow in fp16. The CPU has no such kernel. In bf16
-        # a separate addition was up to a tenth faster on an H200
+        # The matrix unit writes its fp32 sum, so that no sum can overflow in fp16. In bf16 a separate addition was up
+        # to a tenth faster on an H200
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif a.dtype == torch.float16:  # the CPU, which only tests let compute in fp16, has no such kernel
+        total += a.float() @ b.float()
     else:
         total += a @ b
 
@@ -255,7 +252,7 @@ def chunk_bytes(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: P
 
 
 def loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int, with_gradient: bool
+    logits: torch.Tensor, targets: torch.Tensor, scale: int, elements: int, with_gradient: bool
 ) -> torch.Tensor:
     """Return the summed cross entropy () of logits (U, V). Overwrite them with their gradient x `scale`.
 
@@ -275,21 +272,5 @@ def loss_and_gradient(
             continue
         gradient = log_probabilities.exp_()  # (Q, V)
         gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1))
-        part.copy_(gradient.mul_(scale) if logits.dtype == torch.float16 else gradient)
+        part.copy_(gradient if scale == 1 else gradient.mul_(scale))
     return loss
-
-
-def gradient_scale(hidden: torch.Tensor, summed_tokens: int) -> torch.Tensor:
-    """Return the power of two () that scales the logits' gradient before it is rounded to fp16; 1 for other dtypes.
-
-    A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16. Loss scaling comes too late,
-    because its factor is known only in the backward pass. The scale keeps a sum over `summed_tokens` tokens below the
-    largest number of fp16; 0 if sums are not in fp16.
-    """
-    one = torch.ones((), device=hidden.device)
-    if hidden.dtype != torch.float16:
-        return one
-    if not summed_tokens or not len(hidden):
-        return one * 2**8
-    largest_sum = summed_tokens * hidden.abs().amax().float()
-    return torch.exp2(torch.floor(torch.log2(2**15 / largest_sum))).clamp(max=2**8)

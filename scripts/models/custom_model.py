@@ -123,9 +123,6 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
 
-    def set_output_embeddings(self, head: nn.Linear) -> None:
-        self.head = head
-
     def forward(
         self,
         input_ids: torch.LongTensor,

@@ -316,11 +316,6 @@ def read_attempts(path: Path) -> list[Attempt]:
     return read_checked(job_path(path), JobRecord, "record of a job", "move the file away").attempts
 
 
-def write_record(path: Path, record: Record) -> None:
-    """Replace the file in one step. Raises OSError if it cannot be written."""
-    write_json(path, record.model_dump(mode="json", by_alias=True, exclude_unset=True))
-
-
 def now() -> datetime:
     """Return the current time in UTC, in whole seconds."""
     return datetime.now(UTC).replace(microsecond=0)

@@ -26,10 +26,10 @@ from records.schema import (
     outcome,
     read_record,
     read_training,
-    write_record,
 )
 from shared.errors import WorkshopError, cannot_be_written, one_line, whole_number
 from shared.files import replace_file
+from shared.json_files import write_json
 from shared.paths import saved_model
 
 
@@ -175,7 +175,7 @@ class RunRecord:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_record(self.path, record)
+            write_json(self.path, record.model_dump(mode="json", by_alias=True, exclude_unset=True))
         except OSError as error:
             raise cannot_be_written(self.path, error) from error
 

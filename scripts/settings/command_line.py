@@ -17,7 +17,6 @@ from transformers import HfArgumentParser, TrainingArguments
 from config import DEFAULTS, KNOBS, DataArguments, Knob, ModelArguments
 from settings.hints import (
     FLAGS_OF_OTHER_PROGRAMS,
-    REMOVED_FLAGS,
     UNREAD_VARIABLES,
     UNUSED_FLAGS,
     warn_of_unread_variables,
@@ -137,8 +136,6 @@ def reject_unknown(unknown: list[str], parser: Parser) -> None:
     """Raise WorkshopError (exit code 2) for the first unknown flag, with a hint."""
     flag = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
     name = flag.lstrip("-").replace("-", "_")
-    if name in REMOVED_FLAGS:
-        raise WorkshopError(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
     if name in FLAGS_OF_OTHER_PROGRAMS:
         raise WorkshopError(flag, "unknown flag", FLAGS_OF_OTHER_PROGRAMS[name])
     if named_as := next((knob.flag for knob in KNOBS if knob.variable.lower() == name), ""):

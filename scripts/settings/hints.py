@@ -39,8 +39,8 @@ UNREAD_VARIABLES |= {
 }
 # ps shows a flag to everybody on the node, and the run record keeps it
 SECRET = "set the variable HF_TOKEN, or log in with hf auth login; others can read a secret in a flag"
-# Flags of transformers 4 that version 5 removed but tutorials still use, with their replacements
-REMOVED_FLAGS = {
+# Flags of transformers 4 that version 5 removed, and of other training programs and launchers, with their replacements
+FLAGS_OF_OTHER_PROGRAMS = {
     "adafactor": "use --optim adafactor",
     "evaluation_strategy": "use --eval_strategy",
     "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
@@ -57,9 +57,7 @@ REMOVED_FLAGS = {
     "save_safetensors": "leave it out, safetensors is the only format",
     "use_mps_device": "leave it out, the device is found automatically",
     "warmup_ratio": "use --warmup_steps with a fraction below 1",
-}
-# Flags of other training programs and launchers
-FLAGS_OF_OTHER_PROGRAMS = {
+    # Of other programs
     "epochs": "use --num_train_epochs",
     "lr": "use --learning_rate",
     "max_seq_length": "use --max_length",

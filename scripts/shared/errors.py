@@ -159,13 +159,10 @@ class OneLineErrors(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors and without abbreviated flags. The help begins with the description."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        # The formatter keeps the lines of the description
+        kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
         kwargs |= {"usage": argparse.SUPPRESS, "allow_abbrev": False}
         super().__init__(*args, **kwargs)
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if HALF_CHARACTER.search(arg_string):
-            raise argparse.ArgumentError(action, f"{arg_string!a:.80} is not UTF-8")
-        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """Turn argparse's ``argument --x/--y: reason`` into a WorkshopError."""

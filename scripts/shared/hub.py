@@ -54,11 +54,8 @@ def check_files(folder: str) -> None:
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in (*MODEL_FILES, *CHECKPOINT_FILES)):
             check_readable(file.path)
             with open(file, "rb") as opened:
-                beginning = opened.read(100).lstrip().lower()
-            if beginning.startswith(b"version https://git-lfs"):
-                raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
-            if beginning.startswith((b"<!doctype html", b"<html")):
-                raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
+                if opened.read(100).startswith(b"version https://git-lfs"):
+                    raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
 
 
 def draw_bars_on_terminals_only() -> None:

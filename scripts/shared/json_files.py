@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import BAD_INPUT, HALF_CHARACTER, WorkshopError
+from shared.errors import BAD_INPUT, WorkshopError
 from shared.files import read_file, replace_file
-from shared.numbers import LARGEST
 
 # Files that are not text: the first bytes, the format, and what to do
 NOT_TEXT = {
@@ -78,31 +77,20 @@ def is_json_lines(text: str) -> bool:
 
 
 def read_checked(path: Path, model: type[Model], kind: str, remedy: str, code: int = BAD_INPUT) -> Model:
-    """Read a JSON file into a pydantic model. A half of a character becomes U+FFFD.
+    """Read a JSON file into a pydantic model.
 
     kind: name of the file's format, for the error.
 
     Raises WorkshopError (exit code `code`) that gives the reason why the file cannot be read, or names the wrong field.
     """
     try:
-        content = json.loads(read_file(path), parse_int=number, parse_float=number, parse_constant=number)
-        text = HALF_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", json.dumps(content, ensure_ascii=False))
-        return model.model_validate(json.loads(text))
+        return model.model_validate_json(read_file(path))
     except OSError as error:
         raise WorkshopError(path, error.strerror or "cannot be read", remedy, code) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field, problem = ".".join(map(str, first["loc"])) or "the file", first["msg"]
-    except (ValueError, RecursionError) as error:
-        field, problem = "the file", f"Invalid JSON: {error}"
-    raise WorkshopError(path, f"is not a valid {kind} ({field}: {problem})", remedy, code)
-
-
-def number(text: str) -> float:
-    """Return a number of a JSON file. Raises ValueError if it is not finite, or too large for sums and formats."""
-    if not abs(float(text)) <= LARGEST:
-        raise ValueError(f"{text[:20]} is not a number up to {LARGEST:g}")
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    field = ".".join(map(str, first["loc"])) or "the file"
+    raise WorkshopError(path, f"is not a valid {kind} ({field}: {first['msg']})", remedy, code)
 
 
 def write_json(path: Path, content: dict) -> None:

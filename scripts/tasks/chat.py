@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from shared.errors import WorkshopError
 from tasks.passage import PROMPT, USUAL_NAMES
 from tasks.task import Columns, RowError, Task, common_length, identifier, read_text, token_row, usual
 
@@ -87,10 +86,6 @@ def check_messages(messages: list) -> list[dict[str, str]]:
 
 
 def encode(example: dict, tokenizer: Any, max_length: int, labels: str) -> list[dict]:
-    if not tokenizer.is_fast:
-        raise WorkshopError(
-            "--tokenizer_name", f"{type(tokenizer).__name__} is slow", "name a fast tokenizer for chats"
-        )
     messages = example["messages"]
     for number, message in enumerate(messages, 1):
         if found := expressions(tokenizer, tokenizer.chat_template)[0].search(message["content"]):

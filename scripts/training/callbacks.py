@@ -19,7 +19,6 @@ from measure.profiling import ProfileCallback
 from measure.speed import TrainSpeed
 from measure.utilisation import Utilisation
 from records.schema import local_now
-from shared.errors import WorkshopError
 from training.trainer import WorkshopTrainer
 
 PERCENT_PER_LINE = 5
@@ -40,7 +39,6 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
         MeasureCallback(run, trainer),  # its clock stops before the next callbacks work
         AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
         *stopping,  # may end the run, so they come after the checkpoint is marked
-        FiniteLossCallback(trainer),  # ends a run whose loss is not finite, before the step is saved
         DropoutCallback(trainer),  # gives each rank its own random numbers
         WatchdogCallback(),  # reports the next phase to the watchdog
     ]
@@ -130,6 +128,7 @@ class MeasureCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.speed.end_step()
+        self.trainer.end_step()
         if control.should_evaluate or control.should_save:
             self.speed.pause()
         self.utilisation.sample()
@@ -227,24 +226,6 @@ class WatchdogCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         watchdog.progress(f"the end of saving step {state.global_step}")
-
-
-class FiniteLossCallback(TrainerCallback):
-    """Callback that ends the run with exit code 1 if the loss of an evaluation is NaN or infinite."""
-
-    def __init__(self, trainer: WorkshopTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer.end_step()
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        loss = metrics.get("eval_loss", 0.0)
-        if not math.isfinite(loss):
-            remedy = "lower --learning_rate"
-            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", remedy, code=1)
 
 
 def evaluations(log_history: list[dict]) -> list[dict]:

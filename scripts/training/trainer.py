@@ -11,8 +11,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
-from distributed.collectives import gather_lists, max_over_ranks, print_once, rank, ranks_per_gpu, world_size
-from guard.checkpoints import checkpoint_folder, full_disk_errors, is_complete
+from distributed.collectives import gather_lists, max_over_ranks, rank, ranks_per_gpu, world_size
+from guard.checkpoints import checkpoint_folder, full_disk_errors
 from guard.silent_faults import check_weights, explain_loss
 from measure.flops import KINDS_OF_TOKENS, count_tokens
 from measure.speed import TrainSpeed
@@ -88,6 +88,9 @@ class WorkshopTrainer(UpstreamFixes):
         if not counted:
             what = "is too small to give each rank a whole batch"
             raise WorkshopError("--eval_size", what, "raise it, or leave out --dataloader_drop_last")
+        if not math.isfinite(loss):
+            what = f"is {loss} after step {self.state.global_step}"
+            raise WorkshopError("evaluation loss", what, "lower --learning_rate", code=1)
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
         output.metrics[f"{kwargs['metric_key_prefix']}_perplexity"] = math.exp(min(loss / counted, 700))
         return output
@@ -201,15 +204,7 @@ class WorkshopTrainer(UpstreamFixes):
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
-        """Read the state of a checkpoint. Look for the best checkpoint next to it if its folder was moved."""
         begun = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
-        if self.state.best_global_step and not self.state.best_model_checkpoint:
-            best = checkpoint_folder(Path(checkpoint).parent, self.state.best_global_step)
-            if is_complete(best):
-                self.state.best_model_checkpoint = str(best)
-            else:
-                print_once(f"the best checkpoint is not at {best}: only evaluations from here on count as the best")
-                self.state.best_metric = None
         self.saved_step = self.state.global_step
         return begun
 

@@ -14,10 +14,3 @@ def test_without_a_gpu_and_a_choice_of_the_user_the_threads_of_openmp_spin_brief
     """By default they spin for milliseconds, and a run next to busy programs is many times slower."""
     finished = command(program, "--help", OMP_DISPLAY_ENV="verbose", **choice)
     assert f"GOMP_SPINCOUNT = '{count}'" in finished.err, finished
-
-
-@pytest.mark.parametrize("program", ["train.py", "estimate_memory.py", "gpu_check.py"])
-def test_a_malformed_address_of_the_hub_is_one_line(command, program):
-    finished = command(program, "--help", HF_ENDPOINT="https://host:abc")
-    assert (finished.code, finished.err.count("\n")) == (3, 1), finished
-    assert finished.err.startswith("error: HF_ENDPOINT: https://host:abc is not a web address; give it as ")

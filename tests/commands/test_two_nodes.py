@@ -73,7 +73,7 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
     ("line", "code", "lines", "variables"),
     [
         ("rendezvous: node2 did not join within 1 s; ", 3, "", {"JOIN_TIMEOUT": "1"}),
-        ("MIN_BANDWIDTH: 'fast' is not a number of at least 0; give ", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"}),
+        ("--min_bandwidth: invalid number value: 'fast'; ", 2, "check_bandwidth", {"MIN_BANDWIDTH": "fast"}),
     ],
 )
 def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, line, code, lines, variables):

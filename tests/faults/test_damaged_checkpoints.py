@@ -1,7 +1,6 @@
 """Tests of checkpoints that a run must not resume from: damaged, of another training, or with code in them."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -68,18 +67,6 @@ def test_a_model_with_other_names_in_its_files_resumes_with_its_weights(bench: B
     resumed = bench.run(*KEPT, RESUME, "output/7/checkpoint-2", JOB_ID=8, **own)
     assert same_training(resumed, whole)
     assert b'"embed_out.weight"' in (resumed.output / "model.safetensors").read_bytes(), "the original name"
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_the_best_checkpoint_is_found_in_a_moved_folder(bench: Bench, kept):
-    """The first checkpoint counts as the best, because the loss falls and a greater one is better here."""
-    flags = (*KEPT, "--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "True")
-    moved = bench.trained(*flags).output.rename(bench.folder / "moved")
-    if not kept:
-        shutil.rmtree(moved / "checkpoint-2")
-    ended = bench.run(*flags, RESUME, "moved/checkpoint-4", JOB_ID=8)
-    best = (moved / "model.safetensors").read_bytes() == (ended.output / "model.safetensors").read_bytes()
-    assert (best, "the best checkpoint is not at moved/checkpoint-2: " in ended.out) == (kept, not kept)
 
 
 def test_a_completed_training_has_no_step_left(bench: Bench):

@@ -13,6 +13,7 @@ CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
 EXPERTS = {"model_type": "mixtral", "vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 1}
 ROUTER_LOSS = json.dumps(EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "output_router_logits": True})
+TOKENIZER = ["--from_scratch", "--tokenizer_name", "tiny-bloom"]
 # fmt: off
 REFUSED = {  # the error line, the flags, and a dictionary of files, variables and the exit code (by default 2)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
@@ -33,8 +34,29 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
     "a router loss": ("--model_name: output_router_logits adds a loss of the router, ...; set output_router_logits to "
                       "false in its config.json",
-                      ["--model_name", "mine", "--from_scratch", "--tokenizer_name", "tiny-bloom"],
+                      ["--model_name", "mine", *TOKENIZER],
                       {"files": {"mine/config.json": ROUTER_LOSS}}),
+    "a model that cannot recompute": ("--activation_checkpointing: CustomGPTForCausalLM cannot recompute its blocks; "
+                                      "leave it out, or set activation_checkpointing in an FSDP config file",
+                                      ["--activation_checkpointing", "--model_name", "custom-gpt", *TOKENIZER], {}),
+    "a model with too few tokens": ("--model_name: its tokenizer has 2048 tokens, the model 100; use a matching ...",
+                                    ["--model_name", "gpt", *TOKENIZER],
+                                    {"files": {"gpt/config.json": '{"model_type": "gpt2", "vocab_size": 100}'}}),
+    "too few questions": ("--train_size or --samples_per_gpu: 9999 rows requested, but data/squad_sample.json has only "
+                          "280 to train on; lower it, or give all", ["--train_size", 9999], {}),
+    "too few to evaluate on": ("--eval_size: 68 rows requested, but data/squad_sample.json has only 67 to evaluate on; "
+                               "lower it, or give all", ["--eval_size", 68], {}),
+    "FSDP1 without a GPU": ("fsdp_configs/fsdp1_full_shard.json: FSDP1 needs a GPU: it crashes with gloo; use an FSDP2 "
+                            "config", ["--fsdp", "--fsdp_config", "fsdp_configs/fsdp1_full_shard.json"], {"code": 3}),
+    "FSDP1 with LoRA": ("fsdp_configs/fsdp1_full_shard.json: version: FSDP1 has not been tried with --lora_rank; use "
+                        "an FSDP2 config", ["--fsdp", "--fsdp_config", "fsdp_configs/fsdp1_full_shard.json",
+                                         "--lora_rank", 8], {}),
+    "a flag that transformers rejects": ("command line: --load_best_model_at_end requires ...; see --help",
+                                         ["--save_strategy", "steps", "--load_best_model_at_end"], {}),
+    "a launcher's variable": ("WORLD_SIZE: is 'abc', not a whole number; unset it, or give a whole number",
+                              [], {"WORLD_SIZE": "abc"}),
+    "a run that saved only adapters": ("mine: holds the model of a finished run; give another --output_dir, ...", [],
+                                       {"OUTPUT_DIR": "mine", "files": {"mine/adapter/adapter_config.json": "{}"}}),
     "too large a rank": ("--lora_rank: 65 is too large for all linear layers; give at most 64",
                          ["--lora_rank", 65], {}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
@@ -62,15 +84,6 @@ def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, words
         bench.write(path, content)
     ended = bench.refuses(line, *words, **{name: value for name, value in options.items() if name != "files"})
     assert "canary" not in ended.log
-
-
-def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: Bench, tmp_path):
-    """The workers' socket paths would be too long, and the run would wait for the workers for ever."""
-    long = tmp_path / ("x" * 76)
-    long.mkdir()
-    line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
-    # This needs a new process, because Python looks for the folder only once, and the server has already done so
-    bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
 
 
 @pytest.mark.parametrize("size", [16, 200])
@@ -139,10 +152,11 @@ def update_json(path, **values: object) -> None:
 def test_code_of_a_known_model_is_not_run(bench: Bench):
     """The configs of model and tokenizer name code, although transformers has a class for both."""
     folder = bench.trained().output.rename(bench.folder / "mine")
-    update_json(folder / "config.json", auto_map=CODE)
+    update_json(folder / "config.json", auto_map=CODE, trust_remote_code=True)
     update_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
     (folder / "evil.py").write_text("import os\nos.mkdir('canary')\n")
-    assert bench.run("--model_name", "mine", JOB_ID="8").record["status"] == "completed"
+    allowed = dict.fromkeys(("TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE"), 1)
+    assert bench.run("--model_name", "mine", JOB_ID="8", **allowed).record["status"] == "completed"
     assert not (bench.folder / "canary").exists()
 
 

@@ -127,10 +127,3 @@ def test_inspection_of_a_model_wrapped_by_fsdp1(train):
         "parameters": 7984,
         "generates": True,
     }
-
-
-def test_fsdp1_is_rejected_without_a_gpu(train):
-    config = "fsdp_configs/fsdp1_full_shard.json"
-    refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
-    assert refused.error == f"{config}: FSDP1 needs a GPU: it crashes with gloo; use an FSDP2 config"
-    assert not refused.record_path.exists()

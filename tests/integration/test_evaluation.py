@@ -1,7 +1,6 @@
 """Tests of Exact Match and F1 in real runs, which need the metric, the labels and generation together."""
 
 import json
-import shutil
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -134,16 +133,6 @@ def test_a_chat_model_gives_the_answers_of_the_pipeline_of_transformers(train, w
         (answer,) = generate([{"role": "user", "content": content}], do_sample=False, max_length=160)
         text = answer["generated_text"][-1]["content"].strip()
         assert len(text) > 20 and asked.out == f"{text}\n"
-
-
-def test_a_folder_without_a_model_names_its_last_checkpoint(train, workplace, overfitted):
-    (checkpoint,) = overfitted.output.glob("checkpoint-*")
-    shutil.copytree(checkpoint, workplace / "output" / "stopped" / checkpoint.name)
-    (workplace / "text.txt").write_text("Nodes.")
-    words = ("--model_name", "output/stopped", "--context", "text.txt", "Who?")
-    refused = train("unasked", *words, script="scripts/ask.py", code=2, MODEL_NAME="")
-    what = f"output/stopped has no model, only checkpoints ({checkpoint.name})"
-    assert refused.error == f"--model_name: {what}; complete its run with --resume_from_checkpoint output/stopped"
 
 
 # A model that knows all answers, and a folder with other settings for generation

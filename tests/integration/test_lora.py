@@ -209,27 +209,6 @@ def test_saved_model_has_the_last_eval_loss(run: Finished):
     assert loss == pytest.approx(run.losses[-1], abs=tolerance), run
 
 
-@pytest.mark.promise("LoRA: the saved model is merged; a checkpoint resumes exactly")
-@pytest.mark.parametrize(
-    ("script", "name", "words"),
-    [
-        ("evaluate", "plain", ()),
-        ("ask", "zero3", ("--context", "data/squad_sample.json", "Who?")),
-        ("train", "full_shard", ()),
-        ("estimate_memory", "ddp", ()),
-    ],
-)
-def test_a_checkpoint_is_refused_as_a_model(train, table, script: str, name: str, words: tuple):
-    (checkpoint,) = table(f"lora_{name}").output.glob("checkpoint-*")
-    folder = f"output/lora_{name}/{checkpoint.name}"
-    path, model = f"scripts/{script}.py", ("--model_name", folder)
-    refused = train(f"refused_{script}", *model, *words, script=path, code=2, MODEL_NAME="")
-    what = f"{folder} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
-    remedy = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
-    assert refused.error == f"--model_name: {what}; {remedy}"
-    assert not refused.record_path.exists()
-
-
 # 3. Runs that resume
 
 # The last rank sends the signal in its 21st micro batch, which is the first one of step 11

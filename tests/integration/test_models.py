@@ -11,7 +11,6 @@ from transformers import (
 )
 
 from helpers import REPOSITORY
-from runs import GPT
 
 FEW = {"TRAIN_SIZE": 16, "EVAL_SIZE": 5, "NUM_EPOCHS": 1, "MAX_LENGTH": 512, "PADDING": "longest", "MODEL_NAME": ""}
 
@@ -48,9 +47,3 @@ def test_llama_without_a_pad_token(train, workplace):
     assert type(saved) is LlamaForCausalLM
     assert saved.config.pad_token_id == saved.config.eos_token_id == tokenizer.eos_token_id
     assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
-
-
-def test_the_custom_gpt_rejects_activation_checkpointing_by_name(train):
-    done = train("gpt_checkpointed", "--activation_checkpointing", code=2, **GPT)
-    what = "--activation_checkpointing: CustomGPTForCausalLM cannot recompute its blocks"
-    assert done.error_lines == [f"error: {what}; leave it out, or set activation_checkpointing in an FSDP config file"]

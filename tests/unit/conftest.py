@@ -1,11 +1,14 @@
 """Fixtures of the unit tests. They hide the variables, caches and GPUs of the machine, and forbid processes."""
 
+import json
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -103,3 +106,22 @@ def main_of(monkeypatch) -> Callable[..., None]:
         script.main()
 
     return run
+
+
+@pytest.fixture
+def written() -> Callable[..., str]:
+    """Return a function that writes a file into the working directory and returns its name. A list is JSON Lines."""
+    import data_loader
+
+    data_loader.read_files.cache_clear()  # another test may have had a file of the same name
+
+    def write(content: Any, name: str = "") -> str:
+        path = Path(name or ("t.jsonl" if isinstance(content, list) else "my.json"))
+        path.parent.mkdir(exist_ok=True)
+        if not isinstance(content, str | bytes):
+            rows = content if isinstance(content, list) else [content]
+            content = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write

@@ -21,11 +21,9 @@ from transformers import (
     set_seed,
 )
 
-import evaluate
-from distributed.config_file import read_config_file
 from estimate.model_shape import AliveBytes
 from guard.preconditions import describe_adapters
-from helpers import REPOSITORY, add_peft_adapters
+from helpers import add_peft_adapters
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model, save_adapters
 from settings.command_line import parse_command_line
@@ -222,18 +220,6 @@ def test_a_model_without_linear_layers_is_refused(refusal):
     assert refusal(add_adapters, model, 8) == (
         f"error: --lora_rank: {what}; leave it out, or use a BLOOM, Llama or Qwen"
     )
-
-
-def test_fsdp1_is_refused(refusal):
-    path = str(REPOSITORY / "fsdp_configs" / "fsdp1_full_shard.json")
-    settings = parse_command_line("", ["--fsdp", "--fsdp_config", path, "--lora_rank", "8"])
-    what = "FSDP1 has not been tried with --lora_rank; use an FSDP2 config"
-    assert refusal(read_config_file, settings, 1, 1) == f"error: {path}: version: {what}"
-
-
-def test_evaluate_needs_no_rank(main_of, refusal):
-    line = "has no effect on a saved model, whose weights contain the adapters; leave it out"
-    assert refusal(main_of, evaluate, "--lora_rank", 8) == f"error: --lora_rank: {line}"
 
 
 LOW = "warning: the learning rate 5e-05 is low for LoRA, which usually needs 1e-4 to 2e-3; set LEARNING_RATE"

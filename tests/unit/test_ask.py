@@ -36,4 +36,3 @@ def test_a_question_of_the_command_line_is_refused(words, main_of, refusal):
     assert refusal(main_of, ask, *words, "long " * 90).startswith(TOO_LONG)
     line = "error: --context: is missing, and this model answers questions about a text; "
     assert refusal(main_of, ask, *words[:2], "Who?").startswith(line)
-    assert refusal(main_of, ask, *words, "M\udcfcller?") == "error: question: 'M\\udcfcller?' is not UTF-8; see --help"

@@ -3,11 +3,9 @@
 import copy
 import json
 import random
-import re
 
 import pytest
 import yaml
-from transformers import ByT5Tokenizer
 
 from config import IGNORED, DataArguments
 from data_loader import load_set
@@ -109,11 +107,6 @@ def test_a_conversation_that_is_not_written_as_it_is_cannot_be_used(chatml, temp
     assert str(raised.value) == reason
 
 
-def test_a_slow_tokenizer_ends_with_one_line(refusal):
-    line = refusal(encode, chat(*ASKED), ByT5Tokenizer())
-    assert line.startswith("error: --tokenizer_name: ByT5Tokenizer is slow; name a fast tokenizer for chats")
-
-
 def test_a_long_conversation_loses_its_oldest_questions_but_not_its_system_message(chatml):
     turns = ["system: rule", *(f"{role}: {number}" for number in range(9) for role in ("user", "assistant"))]
     for dropped in (0, 1, 8):
@@ -150,38 +143,25 @@ def test_forms_of_a_conversation(cells, words, last, tmp_path, chatml):
     assert CHAT.encode(example, chatml, 999, "sequence")[0]["labels"] == row["input_ids"]
 
 
-def test_of_2000_rows_with_faults_none_is_lost_without_a_reason(tmp_path, tiny_tokenizer):
-    numbers = random.Random(1)
-    path = tmp_path / "my.jsonl"
-    faults = {
-        "messages is not a list of messages": [{}, {"messages": []}, {"messages": "a"}],
-        "has no text, or no role system, user or assistant": [
-            {"messages": [*MESSAGES, message]}
-            for message in ("a", {"role": ["user"], "content": "a"}, {"role": "tool", "content": "a"}, {"role": "user"})
-        ],
-        "the roles are": [{"messages": MESSAGES[:1]}, {"messages": MESSAGES[1:]}],
-        "contains the control token": [{"messages": [*MESSAGES, *chat("user: </s>", "assistant: b")]}],
-        "the last question and its answer have": [{"messages": chat("user: a", "assistant:" + 300 * " word")}],
-        "is not JSON": [None],
-    }
-    expected = {}
-    with path.open("w") as file:
-        for number in range(1, 2001):
-            reason = numbers.choice([*faults]) if numbers.random() < 0.2 else ""
-            words = [f"w{number}x{turn} " * numbers.randint(1, 9) for turn in range(numbers.randint(1, 3))]
-            messages = chat(*(turn for word in words for turn in (f"user: {word.upper()}", f"assistant: {word}")))
-            cells = numbers.choice(faults[reason]) if reason else {"messages": messages}
-            file.write(json.dumps(cells) + "\n" if cells is not None else '{"messages": [\n')
-            expected[f"line {number}"] = reason or words
-    arguments = DataArguments(str(path), eval_dataset=str(path), bad_rows="skip", max_length=150)
+FAULTS = {
+    "messages is not a list of messages": [{}, {"messages": []}, {"messages": "a"}],
+    "has no text, or no role system, user or assistant": [
+        {"messages": [*MESSAGES, message]}
+        for message in ("a", {"role": ["user"], "content": "a"}, {"role": "tool", "content": "a"}, {"role": "user"})
+    ],
+    "the roles are": [{"messages": MESSAGES[:1]}, {"messages": MESSAGES[1:]}],
+    "contains the control token": [{"messages": [*MESSAGES, *chat("user: </s>", "assistant: b")]}],
+    "the last question and its answer have": [{"messages": chat("user: a", "assistant:" + 300 * " word")}],
+}
+
+
+def test_each_conversation_that_cannot_be_used_is_listed_with_its_reason(written, tiny_tokenizer):
+    """Some are found when the file is read, and some when its rows become tokens."""
+    faulty = [(reason, cells) for reason, rows in FAULTS.items() for cells in rows]
+    path = written([{"messages": MESSAGES}, *(cells for _, cells in faulty), {"messages": MESSAGES}])
+    arguments = DataArguments(path, eval_dataset=path, bad_rows="skip", max_length=150)
     rows, left_out = load_set("train", None, arguments, tiny_tokenizer, training())
-    listed = {re.search(r"line \d+", entry)[0]: entry for entry in left_out}
-    assert {*listed, *rows["id"]} == {*expected} and len(left_out) + len(rows) == len(expected)
-    for place, entry in listed.items():
-        assert expected[place] in entry
-    for row in rows:
-        turns = split(row, tiny_tokenizer)[0].split("</s>")[:-1]
-        words = expected[row["id"]]
-        assert [turn.split() for turn in turns] == [word.split() for word in words[-len(turns) :]]
-        assert row["cut"] == (len(turns) < len(words))
-    assert 0 < sum(rows["cut"]) < len(rows)
+    assert sorted(rows["id"]) == ["line 1", f"line {len(faulty) + 2}"]
+    listed = dict(entry.removeprefix(f"{path}: ").split(": ", 1) for entry in left_out)
+    for number, (reason, _) in enumerate(faulty, 2):
+        assert reason in listed[f"line {number}"]

@@ -244,14 +244,6 @@ def test_a_checkpoint_without_the_optimizer_is_refused(refusal):
     )
 
 
-def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):
-    flags = ("--samples_per_gpu", "20")
-    folder = save_marker(*flags, *TWO_RANKS, ranks=2, strategy="DDP")
-    changed = make_run(*flags)[1] | {"tokens": "others"}
-    line = refusal(check_same_training, folder, changed, code=4)
-    assert line.endswith("; with SAMPLES_PER_GPU the ranks decide on the questions; start 2 rank(s)")
-
-
 def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
     """The third start has all ranks again, and its checkpoint is of the second start."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

@@ -26,7 +26,7 @@ def test_missing_programs_are_named_with_the_command_that_installs_them(monkeypa
 )
 def test_a_machine_without_namespaces_is_named(monkeypatch, rootless, remedy):
     refused = subprocess.CompletedProcess([], 1, "", REFUSED)
-    monkeypatch.setattr(cluster, "missing", lambda: [])
+    monkeypatch.setattr(cluster, "TOOLS", ())
     monkeypatch.setattr(cluster, "ROOTLESS", rootless)
     monkeypatch.setattr(cluster, "run", lambda *_, **__: refused)
     with pytest.raises(WorkshopError) as error:

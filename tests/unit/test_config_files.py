@@ -46,16 +46,6 @@ def changed_config(dotted: str, value: object, name: str = "zero2") -> dict:
     return content
 
 
-@pytest.fixture
-def written(tmp_path):
-    def write(content: dict | str) -> str:
-        path = tmp_path / "my.json"
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return str(path)
-
-    return write
-
-
 # A participant's own file
 
 CPU = {"device": "cpu"}

@@ -1,10 +1,9 @@
-"""The custom GPT is causal, ignores padding, generates the same tokens with a cache, and rejects invalid sizes."""
+"""The custom GPT is causal, ignores padding, and generates the same tokens with a cache."""
 
 import pytest
 import torch
 
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
-from settings.command_line import parse_command_line
 
 PAD, EOS = 3, 2
 
@@ -46,15 +45,3 @@ def test_cached_generation_equals_uncached_also_with_padding(model, tokens):
     assert torch.equal(model.generate(tokens, use_cache=True, **options), uncached)
     after_padding = model.generate(**padded(tokens, 5, 0), use_cache=True, **options)
     assert torch.equal(after_padding[:, 5:], uncached)
-
-
-@pytest.mark.parametrize(
-    ("model_name", "flag", "line"),
-    [
-        ("custom-gpt", "--num_heads", "3 heads do not divide the hidden size 2048; choose a divisor"),
-        ("tiny-bloom", "--num_layers", "has no effect on tiny-bloom; leave it out, or train custom-gpt"),
-    ],
-)
-def test_sizes_that_do_not_fit_or_have_no_effect_are_refused(refusal, model_name, flag, line):
-    words = ["--model_name", model_name, flag, "3"]
-    assert refusal(parse_command_line, "", words).startswith(f"error: {flag}: {line}")

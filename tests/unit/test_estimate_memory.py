@@ -212,6 +212,8 @@ def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
         (["--optim", "adafactor"], "error: --optim: adafactor cannot be estimated, only "),
         (["--optim", "sgd", "--optim_args", "momentum=0.9"], "error: --optim: sgd cannot be estimated, only "),
         (["--compare", "--fsdp"], "error: --fsdp: cannot be combined with --compare, "),
+        # BLOOM's own attention is eager
+        (["--padding", "none"], "error: --padding: none needs --attention sdpa; give it, or use --padding longest"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):
@@ -281,12 +283,6 @@ def test_without_a_memory_there_is_no_verdict_and_a_config_that_cannot_be_combin
     assert "fsdp_configs/hybrid_shard_2x2.json" not in rows
     refused = text.split("cannot be combined with these options:\n")[1]
     assert "dp_shard_size 2 x dp_replicate_size 2 is not the world size 1" in refused
-
-
-def test_the_estimate_refuses_the_models_that_a_run_without_padding_refuses(refusal):
-    plan = parse_memory_plan(["--padding", "none"], environment={})  # BLOOM's own attention is eager
-    line = refusal(estimate_parts, plan)
-    assert line == "error: --padding: none needs --attention sdpa; give it, or use --padding longest"
 
 
 def test_peaks_on_a_gpu_are_as_estimated():

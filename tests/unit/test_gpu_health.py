@@ -1,4 +1,4 @@
-"""Tests of preflight's check of a GPU's health. Functions with NVML's C signatures replace the driver's."""
+"""Tests of preflight's check of a GPU's health, with values of NVML that are made up."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ V100 = {
     Throttling: 0x1,  # idle
     GetClock: 135,
     "nvmlDeviceGetMaxClockInfo": 1530,
-    GetEcc: (2, 0),  # corrected, uncorrected
+    GetEcc: (2, 0),  # by pynvml's numbers of the types: corrected, uncorrected
     "nvmlDeviceGetPowerManagementLimit": 300000,  # milliwatts
     "nvmlDeviceGetPowerManagementDefaultLimit": 300000,
     "nvmlDeviceGetApplicationsClock": 1290,
@@ -34,31 +34,19 @@ def uuid_in_pytorch(monkeypatch):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Replace the driver's library. A GPU does not have a value that is None, and an old driver lacks a name."""
+    """Replace NVML's functions. A GPU does not have a value that is None."""
 
     def build(**changes: object) -> None:
-        answers = V100 | changes
-
-        def function(name: str):
-            if name not in answers:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-
-            def call(*arguments) -> int:
-                answer = answers[name]
-                if name == "nvmlDeviceGetHandleByUUID":
-                    found = arguments[0].value.decode() == answer
-                    return pynvml.NVML_SUCCESS if found else pynvml.NVML_ERROR_NOT_FOUND
-                if name == GetEcc and answer is not None:
-                    answer = answer[arguments[1].value]  # 0 for corrected errors, 1 for uncorrected ones
-                if answer is None:
-                    return pynvml.NVML_ERROR_NOT_SUPPORTED
-                arguments[-1]._obj.value = answer
-                return pynvml.NVML_SUCCESS
-
-            return call
-
         monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", function)
+        for name, answer in (V100 | changes).items():
+
+            def call(*arguments, answer=answer):
+                assert arguments[0] == f"GPU-{NVIDIA}"  # the UUID, or the handle that it has given
+                if answer is None:
+                    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                return answer[arguments[1]] if isinstance(answer, tuple) else answer
+
+            monkeypatch.setattr(pynvml, name, call)
 
     return build
 
@@ -85,7 +73,7 @@ SLOW = "exclude the node and tell the administrators: runs on this GPU are slow"
         ({GetEcc: (0, 3), Throttling: 0x8}, "fail", "throttled: hardware slowdown, "),
         ({GetEcc: None}, "ok", "not throttled, SM clock 135 of 1530 MHz (idle), no ECC counters"),
         (NO_VALUES, "ok", "throttling unknown, SM clock ? of ? MHz, no ECC counters"),
-        ({"nvmlDeviceGetHandleByUUID": "GPU-of-another"}, "ok", "health not checked: Not Found"),
+        ({"nvmlDeviceGetHandleByUUID": None}, "ok", "health not checked: Not Supported"),
     ],
 )  # fmt: skip
 def test_state_and_findings_of_a_gpu(nvml, changes, state, found):
@@ -95,9 +83,8 @@ def test_state_and_findings_of_a_gpu(nvml, changes, state, found):
     assert remedy == {"ok": [], "warn": [SLOW], "fail": [CRASH]}[state]
 
 
-def test_an_older_driver_knows_only_the_old_name_for_throttling(nvml, monkeypatch):
-    monkeypatch.delitem(V100, Throttling)
-    nvml(**{OldThrottling: 0x40})
+def test_an_older_driver_knows_only_the_old_name_for_throttling(nvml):
+    nvml(**{Throttling: None, OldThrottling: 0x40})
     state, text, _ = gpu_health(0)
     assert state == "warn" and text.startswith("throttled: too hot (slowed down by the hardware), ")
 

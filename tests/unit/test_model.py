@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BloomConfig,
@@ -129,10 +130,6 @@ FAULTS = {
         lambda folder: (folder / "tokenizer.json").write_text(LFS),
         "IN/tokenizer.json: is a pointer of Git LFS, not the file itself; run git lfs pull",
     ),
-    "a web page instead of weights": (
-        lambda folder: (folder / "model.safetensors").write_text("\n<!DOCTYPE html><html>"),
-        "IN/model.safetensors: is a web page, not the file itself; download the file again",
-    ),
     "truncated weights": (
         lambda folder: os.truncate(folder / "model.safetensors", 9000),
         "IN/model.safetensors cannot be loaded (Error while deserializing header: incomplete metadata, file not fully "
@@ -164,6 +161,14 @@ FAULTS = {
             (folder / "config.json").rename(folder / "adapter/adapter_config.json"),
         ],
         "IN has no model, only adapters in PEFT's format; add them to their base with PEFT's merge_and_unload, or",
+    ),
+    "a checkpoint of a run with LoRA": (
+        lambda folder: save_file({"dense.lora_a": torch.zeros(2)}, folder / "model.safetensors"),
+        "IN is a checkpoint of a training run with LoRA, whose weights do not contain the adapters; give the output",
+    ),
+    "only checkpoints": (
+        lambda folder: (folder / "config.json").rename((folder / "checkpoint-4").mkdir() or folder / "checkpoint-4/x"),
+        "IN has no model, only checkpoints (checkpoint-4); complete its run with --resume_from_checkpoint IN",
     ),
     "quantised weights": (
         lambda folder: replace_in(folder / "config.json", "{", '{"quantization_config": {"quant_method": "gptq"},'),

@@ -4,8 +4,6 @@ tests/integration/test_launchers.py starts ranks with each launcher.
 """
 
 import os
-import pickle
-from pathlib import Path
 
 import pytest
 
@@ -119,27 +117,3 @@ def test_more_ranks_than_may_share_end_with_a_line_that_names_the_number(shared_
 
 def test_error_of_several_lines_is_printed_as_one():
     assert str(WorkshopError("a\nb", "c\nd", "\x1b[2J")) == "a b: c d;  [2J"
-
-
-def test_an_error_survives_pickling():
-    """A worker of a process pool sends its exception as a pickle."""
-    error = pickle.loads(pickle.dumps(WorkshopError(Path("a.json"), "is wrong", "correct it", 3)))
-    assert (str(error), error.code) == ("a.json: is wrong; correct it", 3)
-
-
-@pytest.mark.parametrize(
-    ("error", "printed"),
-    [
-        (process_group.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "CUDA out of memory"),
-        (process_group.dist.DistBackendError("Call failed.\nCuda failure 2 'out of memory'"), "Cuda failure 2 "),
-    ],
-    ids=["torch", "NCCL"],
-)
-def test_an_out_of_memory_error_is_one_line(error, printed, capsys):
-    """tests/faults tests other ends of a script, with real processes."""
-
-    def main():
-        raise error
-
-    assert process_group.run_and_report(main) == 1
-    assert capsys.readouterr().err.startswith(f"error: memory: {printed}")

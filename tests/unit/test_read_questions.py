@@ -15,18 +15,6 @@ HUB_ROW = ROW | {"answer": {"text": ["eight"], "answer_start": [CONTEXT.index("e
 NAMES = "context,question,answer\n"
 
 
-@pytest.fixture
-def written(tmp_path, monkeypatch):
-    """Write a question file and return its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(name: str, content: str | bytes) -> str:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return name
-
-    return write
-
-
 def lines(*rows: object) -> str:
     return "".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
 
@@ -56,7 +44,7 @@ TABLES = {
 
 @pytest.mark.parametrize(("name", "content"), TABLES.values(), ids=TABLES)
 def test_a_table_becomes_questions(written, name, content):
-    (question,), *_ = read_file(written(name, content))
+    (question,), *_ = read_file(written(content, name))
     assert (question["context"], question["question"], question["answers"]) == (CONTEXT, "How many?", ["eight"])
 
 
@@ -69,14 +57,14 @@ def test_several_answers_and_no_answer(written):
         ROW | {"question": "Who?", "answer": []},
         {"context": CONTEXT, "question": "When?", "is_impossible": True},
     ]
-    questions, *_ = read_file(written("t.json", json.dumps(rows)))
+    questions, *_ = read_file(written(json.dumps(rows), "t.json"))
     assert [row["id"] for row in questions] == ["7", "row 2", "row 3", "row 5", "row 6"]
     expected = [["eight", "eight GPUs"], ["a fast network", "network"], ["Nodes", "node"]]
     assert [row["answers"] for row in questions] == [*expected, [UNANSWERABLE], [UNANSWERABLE]]
 
 
 def test_columns_with_other_names(written):
-    path = written("t.csv", f"text,q,a1,a2,is_impossible\n{CONTEXT},How many?,eight,GPUs,\n{CONTEXT},Who?,,,TRUE\n")
+    path = written(f"text,q,a1,a2,is_impossible\n{CONTEXT},How many?,eight,GPUs,\n{CONTEXT},Who?,,,TRUE\n", "t.csv")
     questions, notes, *_ = read_file(path, "text, q, a1, a2")
     assert [row["answers"] for row in questions] == [["eight", "GPUs"], [UNANSWERABLE]]
     assert notes == ["columns of t.csv: text, q, a1 + a2 (kind: passage)"]
@@ -117,7 +105,7 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
     faulty = [(reason, row) for reason, rows in FAULTS.items() for row in rows]
     for number in range(0, len(faulty), SHOWN):  # one error shows this many
         part = faulty[number : number + SHOWN]
-        path = written("t.jsonl", lines(ROW, *(row for _, row in part), ROW | {"question": "Last?"}))
+        path = written(lines(ROW, *(row for _, row in part), ROW | {"question": "Last?"}), "t.jsonl")
         error = refusal(read_file, path)
         assert error.startswith(f"error: t.jsonl: {len(part)} of {len(part) + 2} rows cannot be used: line 2: ")
         assert error.endswith("or leave them out with BAD_ROWS=skip")
@@ -126,15 +114,15 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
         questions, notes, *_ = read_file(path, skip=True)
         assert [row["question"] for row in questions] == ["How many?", "Last?"]
         assert f"rows of t.jsonl: 2 used, {len(part)} left out, 0 empty" in notes
-    path = written("t.jsonl", lines(ROW, ROW, faulty[0][1]))
+    path = written(lines(ROW, ROW, faulty[0][1]), "t.jsonl")
     assert "rows of t.jsonl: 2 used for 1 question(s), 1 left out, 0 empty" in read_file(path, skip=True)[1]
-    path = written("t.jsonl", lines(*(row for _, row in faulty), ROW))
+    path = written(lines(*(row for _, row in faulty), ROW), "t.jsonl")
     assert f" and {len(faulty) - SHOWN} more; correct" in refusal(read_file, path)
 
 
 def test_rows_that_contradict_each_other_cannot_be_used(written):
     rows = [ROW, ROW | {"answer": []}]
-    (question,), notes, *_ = read_file(written("t.jsonl", lines(*rows)), skip=True)
+    (question,), notes, *_ = read_file(written(lines(*rows), "t.jsonl"), skip=True)
     assert question["answers"] == ["eight"]
     assert notes[-1].startswith("left out: line 2: the question is also in another row, and only one of the rows has")
 
@@ -142,7 +130,7 @@ def test_rows_that_contradict_each_other_cannot_be_used(written):
 def test_cells_that_mean_no_answer(written):
     """The passage contains the two characters of an empty list, and the name of the column has capitals."""
     path = written(
-        "t.csv", "context,question,answer,Is_Impossible\nx = [],One?,[],\nx = [],Two?,,TRUE\nx = [],Three?,x,\n"
+        "context,question,answer,Is_Impossible\nx = [],One?,[],\nx = [],Two?,,TRUE\nx = [],Three?,x,\n", "t.csv"
     )
     questions, *_ = read_file(path)
     assert [row["answers"] for row in questions] == [[UNANSWERABLE], [UNANSWERABLE], ["x"]]
@@ -158,18 +146,18 @@ def test_a_quote_that_is_not_closed_costs_only_its_own_row(written):
     for broken in (0, 20, 179):
         content = ["context\tquestion\tanswer", *rows]
         content[broken + 1] = f'"{content[broken + 1]}'
-        questions, _, unusable, _ = read_file(written("t.tsv", "\n".join(content)), skip=True)
+        questions, _, unusable, _ = read_file(written("\n".join(content), "t.tsv"), skip=True)
         assert (len(questions), places(unusable)) == (179, [f"row {broken + 2}"])
     # Here the quote is closed in the same column of a later row
     three = [f'"{CONTEXT}\tOne?\teight', f"{CONTEXT}\tTwo?\teight", f'{CONTEXT} 5"\tThree?\teight']
-    questions, _, unusable, _ = read_file(written("t.tsv", "\n".join(["context\tquestion\tanswer", *three])), skip=True)
+    questions, _, unusable, _ = read_file(written("\n".join(["context\tquestion\tanswer", *three]), "t.tsv"), skip=True)
     assert ([row["question"] for row in questions], places(unusable)) == (["Two?", "Three?"], ["row 2"])
 
 
 def test_a_separator_of_lines_stays_in_its_text(written):
     separator = "before\u2028after"
     (question,), *_ = read_file(
-        written("t.jsonl", json.dumps(ROW | {"context": f"{separator} eight"}, ensure_ascii=False))
+        written(json.dumps(ROW | {"context": f"{separator} eight"}, ensure_ascii=False), "t.jsonl")
     )
     assert separator in question["context"]
 
@@ -193,7 +181,7 @@ def test_passages_of_several_lines_come_back_whole(written, seed):
     table = io.StringIO()
     columns = draw.sample([*ROW], 3)
     csv.writer(table, delimiter=draw.choice(",;\t")).writerows([columns, *([row[n] for n in columns] for row in rows)])
-    questions, _, unusable, _ = read_file(written("t.csv", table.getvalue()), skip=True)
+    questions, _, unusable, _ = read_file(written(table.getvalue(), "t.csv"), skip=True)
     del rows[faulty]
     assert [(row["context"], *row["answers"]) for row in questions] == [(row["context"], row["answer"]) for row in rows]
     assert unusable == [f"row {faulty + 2}: the passage does not contain the answer 'nowhere'"]
@@ -236,7 +224,7 @@ def test_random_faults_lose_no_row(written, seed):
     rows = [f'"{CONTEXT} {number}, {number}","Question {number}?","eight"' for number in range(200)]
     faulty = {place: draw.choice(KINDS) for place in draw.sample(range(200), 25)}
     content = [spoil(row, faulty[place]) if place in faulty else row for place, row in enumerate(rows)]
-    questions, notes, unusable, _ = read_file(written("t.csv", NAMES + "\n".join(content) + "\n"), skip=True)
+    questions, notes, unusable, _ = read_file(written(NAMES + "\n".join(content) + "\n", "t.csv"), skip=True)
     good = {f"Question {place}?" for place in range(200) if place not in faulty}
     assert {row["question"] for row in questions} == good
     named = [f"row {place + 2}" for place in sorted(faulty) if faulty[place] not in ("empty row", "blank line")]
@@ -305,4 +293,4 @@ REFUSED = {
 
 @pytest.mark.parametrize(("name", "content", "columns", "error"), REFUSED.values(), ids=REFUSED)
 def test_a_file_that_cannot_be_read_is_one_error_line(written, refusal, name, content, columns, error):
-    assert refusal(read_file, written(name, content), columns).startswith(f"error: {error}")
+    assert refusal(read_file, written(content, name), columns).startswith(f"error: {error}")

@@ -220,7 +220,7 @@ def test_a_record_that_cannot_be_written_has_a_remedy_for_the_cause(monkeypatch,
     def fail(*args):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(writer, "write_record", fail)
+    monkeypatch.setattr(writer, "write_json", fail)
     line = refusal(RunRecord("7", "output/7").start, 0, code=3)
     assert line == f"error: results/7.json: cannot be written ({problem}"
 

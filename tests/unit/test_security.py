@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import json
 import os
 import pickle
 from pathlib import Path
@@ -11,13 +10,13 @@ import huggingface_hub.constants
 import pytest
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig
 
 from config import DataArguments, ModelArguments
 from data_loader import read_part
 from guard.checkpoints import find_fault, forbid_code_in_checkpoints
 from helpers import REPOSITORY
-from model import load_config, load_model, load_tokenizer
+from model import load_model
 from shared.errors import WorkshopError
 from text_checks.security import dangers
 
@@ -39,61 +38,17 @@ def never_executed(monkeypatch):
 # Model folders
 
 
-@pytest.fixture
-def folder(tiny_tokenizer) -> Path:
-    """The folder of a saved model whose files name classes in the folder's own Python files."""
-    config = BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2)
-    BloomForCausalLM(config).save_pretrained("model")
-    tiny_tokenizer.save_pretrained("model")
-    for name in ("configuration", "modeling", "tokenization", "custom_generate/generate"):
-        path = Path("model") / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{WRITES}class Mine: pass\ndef generate(*_, **__): pass\n")
-    classes = {"AutoConfig": "configuration.Mine", "AutoModelForCausalLM": "modeling.Mine"}
-    change("config.json", auto_map=classes)
-    change("tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.Mine", "tokenization.Mine"]})
-    change("generation_config.json", custom_generate="custom_generate")
-    return Path("model")
-
-
-def change(name: str, **values: object) -> None:
-    path = Path("model") / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def load(folder: Path) -> None:
-    arguments = ModelArguments(str(folder))
-    tokenizer = load_tokenizer(arguments, DATA)
-    load_config(arguments)
-    load_model(arguments, tokenizer, 1)
-
-
-@pytest.mark.promise("model folders run no code")
-def test_code_in_a_model_folder_is_not_executed_and_nothing_allows_it(folder, monkeypatch):
-    monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
-    monkeypatch.setenv("HF_TRUST_REMOTE_CODE", "1")
-    change("config.json", trust_remote_code=True)
-    load(folder)
-
-
-def test_a_model_that_needs_its_own_code_is_refused(folder, refusal):
-    change("config.json", model_type="mine", architectures=["Mine"])
-    line = refusal(load, folder)
-    assert line.startswith("error: --model_name: model asks for code of its own, which is never run here; use a")
-
-
 class Code:
     def __reduce__(self):
         return os.mkdir, (str(EXECUTED),)
 
 
-def test_weights_that_hold_code_are_not_loaded(folder, refusal):
-    (folder / "model.safetensors").unlink()
-    torch.save({"transformer.ln_f.weight": Code()}, folder / "pytorch_model.bin")
-    line = refusal(load, folder)
-    assert line.startswith(
-        f"error: --model_name: a file of {folder} contains objects other than tensors, which are never"
-    )
+def test_weights_that_hold_code_are_not_loaded(tiny_tokenizer, refusal):
+    """tests/faults trains a model whose folder has code of its own."""
+    BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2).save_pretrained("model")
+    torch.save({"transformer.ln_f.weight": Code()}, "model/pytorch_model.bin")
+    line = refusal(load_model, ModelArguments("model"), tiny_tokenizer, 1)
+    assert line.startswith("error: --model_name: a file of model contains objects other than tensors, which are never")
 
 
 # Data

@@ -1,7 +1,5 @@
 """Tests of scripts/tasks: each kind of data is recognised, read, turned into tokens, held out, and no row is lost."""
 
-import json
-import random
 import re
 from types import SimpleNamespace
 
@@ -26,21 +24,6 @@ CONTEXT = "Nodes send over a fast network."
 PAIR = {"prompt": "The sky is", "completion": " blue."}
 TALK = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A model."}]
 WORDS = ["the", "node", "sends", "a", "message", "to", "all", "other", "ranks", "of", "its", "group", "and", "waits"]
-
-
-@pytest.fixture
-def written(tmp_path, monkeypatch):
-    """Write a file into the working directory and return its name. A list becomes JSON Lines."""
-    monkeypatch.chdir(tmp_path)
-    data_loader.read_files.cache_clear()  # another test may have had a file of the same name
-
-    def write(content: list | str, name: str = "t.jsonl") -> str:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        rows = [content] if isinstance(content, str) else [json.dumps(row) + "\n" for row in content]
-        (tmp_path / name).write_text("".join(rows))
-        return name
-
-    return write
 
 
 def rows_of(number: int) -> list[dict]:
@@ -232,38 +215,3 @@ def test_a_text_has_no_answers(name, value, off, written, tiny_tokenizer, refusa
     data = DataArguments(dataset=written([{"text": f"{CONTEXT} {i}"} for i in range(5)]), **{name: value})
     line = refusal(load_set, "eval", None, data, tiny_tokenizer, training())
     assert line == f"error: {name.upper()}: needs answers, but t.jsonl has the kind text; set {name.upper()}={off}"
-
-
-# 4. No row is lost
-
-FAULTS = {
-    "prompt": [None, "", 3, ["a"], "half \ud83d"],
-    "completion": [None, "  ", {"a": 1}],
-    "text": [None, "", 3, " \n", "half \ud83d"],
-    "context": [None, "", 3],
-    "question": [None, " ", []],
-    "answer": ["nowhere", None, True, {"text": "a"}],
-}
-
-
-@pytest.mark.parametrize("columns", [("prompt", "completion"), ("text",), ("context", "question", "answer")])
-def test_2000_rows_with_random_faults_are_all_used_or_listed(columns, written):
-    draw = random.Random(0)
-    rows, faulty = [], set()
-    for number in range(1, 2001):
-        words = " ".join(draw.choices(WORDS, k=draw.randint(1, 9)))
-        good = {"prompt": f"{number} {words}", "completion": words, "text": f"{number} {words}"}
-        good |= {"context": f"{words} {number}", "question": "What?", "answer": str(number)}
-        row = {column: good[column] for column in columns}
-        if draw.random() < 0.2:
-            column = draw.choice(columns)
-            row[column] = draw.choice(FAULTS[column])
-            faulty.add(f"line {number}")
-        rows.append(row if draw.random() < 0.9 or f"line {number}" not in faulty else draw.choice([3, "x", [row]]))
-    reading = read_file(written(rows), skip=True)
-    assert [line.split(":")[0] for line in reading.left_out] == sorted(faulty, key=lambda place: int(place.split()[1]))
-    assert all(line.split(": ", 1)[1] for line in reading.left_out)
-    assert [example["id"] for example in reading.examples] == [
-        f"line {number}" for number in range(1, 2001) if f"line {number}" not in faulty
-    ]
-    assert f"rows of t.jsonl: {2000 - len(faulty)} used, {len(faulty)} left out, 0 empty" in reading.notes

@@ -71,8 +71,3 @@ def model(kind: str, **sizes: int):
 )
 def test_a_model_that_cannot_be_sharded_is_named(refusal, kind, sizes, what):
     assert what in refusal(lambda: check_tensor_parallel_model(model(kind, **sizes), 4))
-
-
-def test_llama_qwen_and_mistral_can_be_sharded():
-    for kind in ("llama", "qwen2", "mistral"):
-        check_tensor_parallel_model(model(kind, num_key_value_heads=4), 4)

@@ -182,13 +182,6 @@ def test_a_hang_without_a_process_group_names_no_folder(rank_0, monkeypatch, cap
     assert capsys.readouterr().err.endswith(f"; {watchdog.WAY_OUT}\n")
 
 
-def test_the_flight_record_of_an_earlier_attempt_is_removed(rank_0):
-    rank_0.write_flight_record()
-    rank_0.number = 0  # a new process begins with 0
-    rank_0.write()
-    assert not rank_0.flight_record().exists()
-
-
 def test_a_rank_looks_often_near_its_limit(rank_0, monkeypatch):
     monkeypatch.setattr(rank_0, "limit", 1800)
     monkeypatch.setattr(rank_0, "hang_timeout", 1800)
