@@ -8,7 +8,6 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -74,8 +73,8 @@ def as_svg(figure: Figure) -> bytes:
     """Return the figure as SVG with a transparent ground and the ink of the mode. Equal figures have equal bytes."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    svg = out.getvalue().replace(INK, "currentColor")
-    return re.sub("<style.*?</style>", COLOURS, svg, count=1, flags=re.DOTALL).encode()
+    svg = re.sub("<style.*?</style>", COLOURS, out.getvalue(), count=1, flags=re.DOTALL)
+    return svg.replace(INK, "currentColor").encode()
 
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
@@ -90,10 +89,11 @@ def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes
 
 
 def legend_name(row: TableRow) -> str:
-    """Return the row's whole name. A status other than completed, or "not comparable", is added in parentheses."""
+    """Return the row's name. A status other than completed, or "not comparable", is added in parentheses."""
+    name = row.name or row.label
     if row.run and not row.run.completed:
-        return f"{row.name} ({row.run.status})"
-    return f"{row.name} (not comparable)" if row.mismatches else row.name
+        return f"{name} ({row.run.status})"
+    return f"{name} (not comparable)" if row.mismatches else name
 
 
 def drawable_number(table: Table, row: TableRow, column: str) -> float | None:
@@ -261,7 +261,7 @@ def draw_held(table: Table) -> Figure | None:
     if marks := [(sum(parts), place) for parts, place in predictions if parts]:
         style = {"color": "#d62728", "ls": "none", "marker": "|", "ms": 20, "mew": 2.5}
         handles += axis.plot(*zip(*marks, strict=True), label="predicted sum", **style)
-    partial = [row.name for row, parts in zip(completed, sizes, strict=True) if not parts]
+    partial = [row.label for row, parts in zip(completed, sizes, strict=True) if not parts]
     note = f"Left out, a part was not measured: {', '.join(partial)}." if partial else ""
     axis.set_xlabel(below("model state that a rank held (MiB)", note))
     name_bars(axis, rows)
@@ -297,7 +297,7 @@ def draw_bars(table: Table, labels: dict[str, str]) -> Figure | None:
     return figure
 
 
-def name_bars(axis: Axes, rows: Sequence[TableRow]) -> None:
+def name_bars(axis: Axes, rows: tuple[TableRow, ...]) -> None:
     """Name horizontal bars after their rows, with room for the number at the end of a bar, and without lines."""
     names = [textwrap.shorten(legend_name(row), 2 * BAR_NAME_WIDTH, placeholder=" ...") for row in rows]
     axis.set_yticks(range(len(rows)), [textwrap.fill(name, BAR_NAME_WIDTH) for name in names])
@@ -335,7 +335,7 @@ def draw_speed(table: Table) -> Figure | None:
         point = drawable_number(table, row, f"peak_{kind.lower()}"), drawable_number(table, row, rate)
         if not row.mismatches and point[0] and point[1]:
             points.append((point[0], point[1]))
-            labels.append((row.name, style))
+            labels.append((row.label, style))
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure(legend_lines=len(points))
@@ -369,7 +369,7 @@ def below(label: str, note: str) -> str:
     return f"{label}\n{textwrap.fill(note, NOTE_WIDTH)}".strip()
 
 
-DRAWINGS = {  # the plots that a table may name, each with a description
+DRAWINGS: dict[str, tuple[Any, str]] = {  # the plots that a table may name, each with a description
     "loss": (draw_loss, "training and evaluation loss over epochs"),
     "memory": (draw_memory, "memory and GPU power over time, with the peak memory of each run"),
     "held": (draw_held, "parameters, gradients and optimizer state that a rank held, as stacked bars"),

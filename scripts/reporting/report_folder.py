@@ -54,7 +54,7 @@ OWN_RUNS = TableDefinition(
         "gpu_hours",
         "output_dir",
     ],
-    names={"steady_samples_per_second": "Samples/s", "held_state": "Model state of a rank (MiB)"},
+    names={"steady_samples_per_second": "Samples/s"},
     note="Each setting in which these runs differ is a column. Samples/s leave out evaluation, saving and the warm-up. "
     "Model state: the parameters, gradients and optimizer state that a rank held.",
     plots=["held", "rates"],

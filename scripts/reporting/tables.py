@@ -3,16 +3,13 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from config import DEFAULTS, facts
 from distributed.strategy import BY_NAME
 from reporting.definitions import TableDefinition
-from reporting.metrics import Cell, build_metric_cell, relate
+from reporting.metrics import Cell, Value, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, ReportedRun
 from settings.optimizers import algorithm
-
-PLACES = {name: place for place, name in enumerate(BY_NAME)}  # in the order in which the workshop explains strategies
 
 
 @dataclass
@@ -30,12 +27,7 @@ class TableRow:
     remarks: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)  # reasons why the row is not comparable with the other rows
     absent: str = "not run yet"  # the status of a row without a run
-    details: list[str] = field(default_factory=list)  # settings that most rows with the same label do not have
-
-    @property
-    def name(self) -> str:
-        """The label, and what distinguishes the row from others with this label."""
-        return ", ".join([self.label, *self.details])
+    name: str = ""  # the label with the settings that distinguish the row, if other rows have the same label
 
     @property
     def jobs(self) -> str:
@@ -70,7 +62,7 @@ class Table:
 # --- comparability of runs
 
 
-def run_settings(run: ReportedRun) -> dict[str, Any]:
+def run_settings(run: ReportedRun) -> dict[str, Value]:
     """Return the settings that change what a run computes or costs, as numbers or texts. Unset ones are left out."""
     record, settings = run.record, run.record.settings
     # A flag that is younger than the record had its default
@@ -224,14 +216,20 @@ def list_runs(definition: TableDefinition, runs: list[ReportedRun], with_setting
     with_settings: add a column for each setting in which the runs differ, and order the rows by method and settings.
     """
     settings = differing_settings(runs) if with_settings else {}
-    names = definition.names | dict(zip(settings, settings, strict=True))
-    columns = {"columns": [*settings, *definition.columns], "names": names}
-    table = Table(definition.model_copy(update=columns), [])
+    table = Table(
+        definition.model_copy(
+            update={
+                "columns": [*settings, *definition.columns],
+                "names": definition.names | {name: name for name in settings},
+            }
+        ),
+        [],
+    )
     if with_settings:
         runs = sorted(
             runs,
             key=lambda run: (
-                PLACES.get(run.strategy, len(PLACES)),
+                [*BY_NAME, run.strategy].index(run.strategy),  # from plain to FSDP; an unknown strategy is the last
                 run.record.world_size or 0,
                 [(isinstance(values[run], str), values[run]) for values in settings.values() if run in values],
             ),
@@ -239,8 +237,15 @@ def list_runs(definition: TableDefinition, runs: list[ReportedRun], with_setting
     for run in runs:
         row = TableRow(run.experiment, run.experiment, run, [run], mismatches=run.record.overrides)
         alike = differing_settings([other for other in runs if other.experiment == run.experiment])
-        shared = {name: [*values.values()].count(values.get(run)) / len(values) for name, values in alike.items()}
-        row.details = [f"{name} {alike[name][run]}" for name, share in shared.items() if 0 < share <= 0.5]
+        # A value that most of the runs with this label have does not distinguish the run
+        row.name = ", ".join(
+            [run.experiment]
+            + [
+                f"{name} {values[run]}"
+                for name, values in alike.items()
+                if run in values and 2 * [*values.values()].count(values[run]) <= len(values)
+            ]
+        )
         row.cells = [Cell(values.get(run, "")) for values in settings.values()]
         row.cells += [build_metric_cell(metric, [run]) for metric in definition.columns]
         row.remarks = row_remarks(row, [run], {run: row.mismatches}, all_runs=False)
@@ -248,7 +253,7 @@ def list_runs(definition: TableDefinition, runs: list[ReportedRun], with_setting
     return table
 
 
-def differing_settings(runs: list[ReportedRun]) -> dict[str, dict[ReportedRun, Any]]:
+def differing_settings(runs: list[ReportedRun]) -> dict[str, dict[ReportedRun, Value]]:
     """Return the settings in which these runs differ: variable or flag -> the value of each run with a record.
 
     A strategy's config counts only if it differs between runs of one method.
