@@ -66,6 +66,7 @@ def main() -> None:
                 media = [{"name": "prefers-color-scheme", "value": mode}]
                 browser.send("Emulation.setEmulatedMedia", features=media)
                 browser.visit(pages[page].as_uri())
+                browser.evaluate("document.querySelector('.written')?.remove()")  # a time would differ in each picture
                 clip = browser.evaluate(BOX.replace("SELECTOR", selector)) | {"scale": 1}
                 shot = browser.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
                 image = Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")
