@@ -1,4 +1,4 @@
-# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | constraints | quick | test | test-experiments | test-faults | test-real | lint | format
+# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | figures | constraints | quick | test | test-experiments | test-faults | test-real | lint | format
 # (You need Python 3.11 or newer with venv, git and make; for torch.compile also g++)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -36,6 +36,11 @@ pages: .venv/installed-dev
 # Fail if a block is not what `make pages` would write
 pages-check: .venv/installed-dev
 	@$(GENERATED) --check --diff --verbosity=1 --check-fail-msg='a page differs from docs/generated.py; run make pages'
+
+# Draw the figures of the pages, and make the pictures of the report with a browser (Chromium)
+figures: .venv/installed-dev
+	PYTHONPATH=scripts $(BIN)/python docs/figures/draw.py
+	PYTHONPATH=scripts:tests:tests/commands $(BIN)/python docs/figures/pictures.py
 
 report: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
@@ -115,4 +120,4 @@ $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
-.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check constraints quick test unit full test-experiments test-faults test-real lint format
+.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check figures constraints quick test unit full test-experiments test-faults test-real lint format

@@ -90,7 +90,7 @@ def job_table(path: Path) -> str:
     return "\n".join(
         [
             "",
-            f"Summary of {run.job_id} ({run.outcome}, {run.record.settings.model_name})",
+            f"Summary of {run.job_id}: {run.experiment} ({run.outcome}, {run.record.settings.model_name})",
             "",
             grid(["Metric", "Value", *heads[2:]], shown),
             "",

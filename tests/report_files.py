@@ -37,6 +37,7 @@ def add_run(
     top: Path,
     experiment: str,
     job_id: str,
+    /,
     gpu: str | bytes | tuple[float, ...] | None = "",
     cpu: str | bytes | None = "",
     **changes: object,

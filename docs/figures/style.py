@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
 import palette
+from reporting.colours import INK, SVG_STYLE
 from reporting.colours import PARTS as MEMORY_PARTS
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +29,6 @@ WIDTH = 7.36  # inches; a page of 1,280 pixels shows a figure 736 pixels wide, s
 PHONE_WIDTH = 4.2  # inches; a telephone shows a figure 350 pixels wide, so 8 points are 9 pixels
 TYPE = 8  # points
 RED = "#d03030"  # a limit or a stop, visible on a light and on a dark ground
-INK = "#000001"  # Matplotlib does not know currentColor, so save replaces this colour
 DECIMALS = re.compile(r"(?<!scale\(0)(?<! -0)(\.\d\d)\d+")  # a text's scale keeps all of them
 # Only the root of a file matches svg:root. A figure in a page does not
 COLOURS = """<style>
@@ -36,7 +36,7 @@ COLOURS = """<style>
    @media (prefers-color-scheme: dark) { svg:root { color: #e6edf3; background: #0d1117 } }
   </style>"""
 CURVE = re.compile(r"C (?:\S+ ){4}(\S+ \S+)")  # two control points, and the end
-STYLE = {
+STYLE = SVG_STYLE | {
     "font.size": TYPE,
     "axes.titlesize": TYPE,
     "axes.labelsize": TYPE,
@@ -47,12 +47,6 @@ STYLE = {
     "figure.titlesize": TYPE,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    "hatch.linewidth": 0.5,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each run
 }
 plt.rcParams |= STYLE
 # Parts, phases and links as patches: bars and the squares of legends

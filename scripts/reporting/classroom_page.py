@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from config import KNOBS
+from config import facts
 from reporting.classroom_runs import ClassCell, ClassReader, Participant
 from reporting.page import GENERATOR, content_policy, page_environment
 from reporting.render import describe_gpu_hours
@@ -213,16 +213,12 @@ def find_outliers(places: Iterable[Place], names: Names) -> dict[tuple[str, str]
 
 def unusual_settings(runs: list[ReportedRun]) -> list[list[str]]:
     """Return for each run its settings that differ from those of more than half of the runs."""
-    variables = {knob.flag: knob.variable for knob in KNOBS}
     found = [traits(run) for run in runs]
-    for own in found:
-        if own.get("per_device_eval_batch_size") == own.get("per_device_train_batch_size"):
-            own.pop("per_device_eval_batch_size", None)  # it follows from BATCH_SIZE
     unusual: list[list[str]] = [[] for _ in runs]
     for name in dict.fromkeys(name for own in found for name in own):
         values = [own.get(name, "unset") for own in found]
         usual, number = Counter(values).most_common(1)[0]
         for texts, value in zip(unusual, values, strict=True):
             if value != usual and 2 * number > len(runs):
-                texts.append(f"{variables.get(name, name)} {value}, class {usual}")
+                texts.append(f"{facts(name).variable or name} {value}, class {usual}")
     return unusual

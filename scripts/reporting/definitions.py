@@ -17,7 +17,7 @@ from shared.paths import REPOSITORY
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
 WAY_OUT = "see the comment at its top"
 COLUMNS = [*METRICS, *(f"{relation}.{metric}" for relation in RELATIONS for metric in METRICS)]
-PLOTS = ["loss", "memory", "held", "peaks", "throughput", "speed"]
+PLOTS = ["loss", "memory", "held", "peaks", "rates", "throughput", "speed"]
 
 
 def one_of(known: Collection[str], what: str) -> AfterValidator:

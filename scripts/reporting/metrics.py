@@ -30,6 +30,7 @@ class Metric:
     header: str
     read: Read
     note: Callable[[ReportedRun], str] = lambda run: ""  # shown next to the value
+    about: str = ""  # shown below a table with the metric
 
 
 # --- values of a run
@@ -236,14 +237,24 @@ METRICS = {
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
     "mean_gpu_gib": Metric("GPU memory, default (GiB)", logged("gpu", "mean", MIB_PER_GIB)),
-    "peak_cpu": Metric("Peak CPU memory (MiB)", logged("cpu", "peak")),
-    "peak_process": Metric("Peak CPU memory of a rank (MiB)", peak_process),
+    "peak_cpu": Metric(
+        "Peak CPU memory (MiB)",
+        logged("cpu", "peak"),
+        about="Peak CPU memory is psrecord's largest sample of all processes of the training together. A sample taken "
+        "while a process forks counts its memory twice, so it can be far too high.",
+    ),
+    "peak_process": Metric(
+        "Peak CPU memory of a rank (MiB)",
+        peak_process,
+        about="Peak CPU memory of a rank is the kernel's own count for one process, so a fork does not change it.",
+    ),
     "mean_cpu": Metric("Mean CPU memory (MiB)", logged("cpu", "mean")),
     "callback_samples_per_second": Metric("Samples/s, callback", recorded("callbacks.train/samples_per_second_mean")),
     "callback_gpu_gib": Metric("GPU memory, callback (GiB)", recorded("callbacks.avg_mem_alloc_MB", MIB_PER_GIB)),
     "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
     "gpu_hours": Metric("GPU-hours", ReportedRun.gpu_hours),
+    "output_dir": Metric("Output folder", recorded("output_dir")),
     "kwh": Metric("kWh", recorded("energy.kwh")),
     "joules_per_question": Metric("J per question", steady_energy("joules_per_question")),
     "joules_per_1000_tokens": Metric("J per 1,000 real tokens", steady_energy("joules_per_1000_tokens")),

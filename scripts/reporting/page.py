@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from reporting import render
 from reporting.render import Plot
-from reporting.runs import NO_JOB_SCRIPT, WITHOUT_EXPERIMENT, ReportedRun
+from reporting.runs import ReportedRun
 from reporting.tables import Table, TableRow
 from reporting.trainer_log import find_log
 from shared.paths import workshop_version
@@ -23,7 +23,6 @@ from shared.paths import workshop_version
 HERE = Path(__file__).parent
 GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
-SITE_NAME = "Distributed LLM fine-tuning"  # as in docs/site/conf.py
 LONGEST_JOB_ID = 12  # characters of an id that a table shows whole
 SHORTEST_END = 3  # characters of a longer id that a table shows at least
 
@@ -58,7 +57,6 @@ def render_page(tables: list[Table], runs: list[ReportedRun], plots: dict[str, l
         listed=runs_by_status(runs),
         mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
-        by_hand=[run for run in runs if run.cpu is NO_JOB_SCRIPT],
         good_statuses=("completed", "running"),
         filled=filled,
         waiting=[table for table in tables if table.rows and not table.has_runs],
@@ -89,15 +87,9 @@ def page_environment() -> jinja2.Environment:
 
 
 def page_title(runs: list[ReportedRun]) -> str:
-    """Return the experiment family if all runs belong to one, otherwise the name of the workshop's site.
-
-    The family is the folder below `experiments`.
-    """
+    """Return the heading. It names the experiment family, the folder below `experiments`, if all runs belong to one."""
     families = {run.experiment.partition("/")[0] for run in runs}
-    if len(families) > 1 or families == {WITHOUT_EXPERIMENT}:
-        return SITE_NAME
-    (family,) = families
-    return family
+    return f"Results: {families.pop()}" if len(families) == 1 else "Results"
 
 
 def short_job_ids(runs: list[ReportedRun]) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """Draw the plots of a table. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
 The plots show the numbers of the table's cells. The plots over GPUs and over memory leave out runs that are not
-comparable, which the page's overview lists. Each plot is an SVG with a white ground, which is readable in dark mode.
+comparable, which the page's overview lists.
 """
 
 import io
 import math
+import re
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -17,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from job.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_gpu_log
-from reporting.colours import PARTS
-from reporting.metrics import HELD, format_number, metric_value
+from reporting.colours import INK, PARTS, SVG_STYLE
+from reporting.metrics import HELD, Cell, decimals, format_number, format_rounded, metric_value
 from reporting.render import Plot
 from reporting.runs import NO_MEMORY, Missing, ReportedRun
 from reporting.tables import Table, TableRow
@@ -27,12 +29,15 @@ from reporting.trainer_log import entries, find_log
 FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks a plot of this width
 HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
-TEXT_WIDTH = 60  # characters of a legend or of a note below an axis
-BAR_NAME_WIDTH = 20  # characters
+TEXT_WIDTH = 60  # characters of a legend
+NOTE_WIDTH = 44  # characters of a note below an axis, which may have long names to its left
+BAR_NAME_WIDTH = 26  # characters of a line; the name of a bar has two lines
+MANY_BARS = 6  # a figure with more bars is higher
 PRINTED = ".4g"  # format of a loss in the log
 MAX_TICKS = 6  # more numbers of five digits would touch each other
 PAUSES_HEIGHT = 0.06  # fraction of an axis, for the bars of one run
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
+PEAKS = {"peak_gpu": "peak GPU memory (MiB)", "peak_cpu": "peak CPU memory (MiB)"}
 # Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
 RATES = {
     "steady_samples_per_second": "samples/s, steps alone",
@@ -40,17 +45,15 @@ RATES = {
     "samples_per_second": "samples/s, with evaluation",
 }
 STYLES = [
-    *(("#000000", "-", "o"), ("#d55e00", "--", "s"), ("#0072b2", "-.", "^"), ("#009e73", ":", "D")),
+    *((INK, "-", "o"), ("#d55e00", "--", "s"), ("#0072b2", "-.", "^"), ("#009e73", ":", "D")),
     *(("#cc79a7", (0, (5, 1)), "v"), ("#7f7f7f", (0, (3, 1, 1, 1)), "P"), ("#56b4e9", (0, (1, 1)), "X")),
     ("#b8860b", (0, (8, 2, 2, 2)), "*"),
 ]
 
-STYLE: Any = {
-    "font.size": 11,
-    "hatch.linewidth": 0.5,
-    "svg.fonttype": "path",  # readers lack matplotlib's font
-    "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each report
-}
+STYLE: Any = SVG_STYLE | {"font.size": 11, "hatch.color": "black"}
+# The colours of texts in page.css. An image cannot inherit them
+COLOURS = """<style>svg:root { color: #000 }
+@media (prefers-color-scheme: dark) { svg:root { color: #cfd0d0 } }</style>"""
 
 Points = list[tuple[float, float]]
 
@@ -67,10 +70,11 @@ def draw_plots(table: Table) -> list[Plot]:
 
 
 def as_svg(figure: Figure) -> bytes:
-    """Return the figure as SVG. The same figure gives the same bytes."""
-    out = io.BytesIO()
+    """Return the figure as SVG with a transparent ground and the ink of the mode. Equal figures have equal bytes."""
+    out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+    svg = re.sub("<style.*?</style>", COLOURS, out.getvalue(), count=1, flags=re.DOTALL)
+    return svg.replace(INK, "currentColor").encode()
 
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
@@ -79,16 +83,17 @@ def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes
     axes = list(figure.subplots(parts, 1, squeeze=False)[:, 0])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axis.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
         axis.set_axisbelow(True)
     return figure, axes
 
 
 def legend_name(row: TableRow) -> str:
-    """Return the row's label. A status other than completed, or "not comparable", is added in parentheses."""
+    """Return the row's name. A status other than completed, or "not comparable", is added in parentheses."""
+    name = row.name or row.label
     if row.run and not row.run.completed:
-        return f"{row.label} ({row.run.status})"
-    return f"{row.label} (not comparable)" if row.mismatches else row.label
+        return f"{name} ({row.run.status})"
+    return f"{name} (not comparable)" if row.mismatches else name
 
 
 def drawable_number(table: Table, row: TableRow, column: str) -> float | None:
@@ -231,7 +236,7 @@ def draw_pauses(axis: Axes, runs: list[ReportedRun], gpus: list[Logged]) -> None
             seconds = (pause.finished - pause.started).total_seconds()
             above.broken_barh([(began, seconds)], (place, 0.8), edgecolor=colour, linewidth=0.8,
                               facecolor=colour if pause.what == "evaluation" else "none",
-                              hatch="" if pause.what == "evaluation" else "//////")  # fmt: skip
+                              hatch="" if pause.what == "evaluation" else "//////", hatchcolor=colour)  # fmt: skip
     note = "Bars above the power: evaluation (filled) and saving (hatched) of each run, in the order of the legend."
     axis.set_xlabel(below("time (s)", note))
 
@@ -239,60 +244,63 @@ def draw_pauses(axis: Axes, runs: list[ReportedRun], gpus: list[Logged]) -> None
 def draw_held(table: Table) -> Figure | None:
     """Draw the parameters, gradients and optimizer state that a rank held, with a mark at the predicted sum."""
     completed = [row for row in reversed(table.rows) if row.run and row.run.completed]
-    sizes = [[drawable_number(table, row, column) for column in HELD.values()] for row in completed]
-    bars = [(row, parts) for row, parts in zip(completed, sizes, strict=True) if None not in parts]
+    sizes = [state_parts(row, "held") for row in completed]
+    bars = [(row, parts) for row, parts in zip(completed, sizes, strict=True) if parts]
     if not bars:
         return None
     rows, measured = zip(*bars, strict=True)
-    figure, (axis,) = new_figure(legend_lines=2)
+    figure, (axis,) = new_figure(legend_lines=2 + 2 * max(0, len(rows) - MANY_BARS))
     handles: list = []
     left = [0.0] * len(rows)
     for part, widths in zip(HELD, zip(*measured, strict=True), strict=True):
-        style: dict[str, Any] = {"height": 0.6, "edgecolor": "#333333", "linewidth": 0.5} | PARTS[part]
+        style: dict[str, Any] = {"height": 0.6, "edgecolor": INK, "linewidth": 0.5} | PARTS[part]
         handles.append(axis.barh(range(len(rows)), widths, left=left, label=part, **style))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axis.bar_label(handles[-1], [format_number(size) for size in left], padding=9, fontsize="small")
-    predictions = [(predicted_state(row), place) for place, row in enumerate(rows)]
-    if marks := [(size, place) for size, place in predictions if size is not None]:
+    predictions = [(state_parts(row, "estimated"), place) for place, row in enumerate(rows)]
+    if marks := [(sum(parts), place) for parts, place in predictions if parts]:
         style = {"color": "#d62728", "ls": "none", "marker": "|", "ms": 20, "mew": 2.5}
         handles += axis.plot(*zip(*marks, strict=True), label="predicted sum", **style)
-    partial = [row.label for row, parts in zip(completed, sizes, strict=True) if None in parts]
+    partial = [row.label for row, parts in zip(completed, sizes, strict=True) if not parts]
     note = f"Left out, a part was not measured: {', '.join(partial)}." if partial else ""
-    names = [textwrap.fill(legend_name(row), BAR_NAME_WIDTH) for row in rows]
-    axis.set(xlabel=below("model state that a rank held (MiB)", note), yticks=range(len(rows)), yticklabels=names)
-    leave_room_for_labels(axis)
+    axis.set_xlabel(below("model state that a rank held (MiB)", note))
+    name_bars(axis, rows)
     figure.legend(handles=handles, loc="outside lower left", ncols=2, markerscale=0.5, frameon=False, fontsize="small")
     return figure
 
 
-def predicted_state(row: TableRow) -> float | None:
-    """Return the predicted MiB of model state that a rank of this row's run holds, or None without a prediction."""
+def state_parts(row: TableRow, kind: str) -> list[float] | None:
+    """Return the MiB of each part of the model state that a rank holds, None if a part is missing.
+
+    kind: held or estimated.
+    """
     assert row.run
-    parts = [metric_value(column.replace("held", "estimated"), row.run) for column in HELD.values()]
-    return None if any(isinstance(part, Missing) for part in parts) else sum(parts)
+    parts = [metric_value(column.replace("held", kind), row.run) for column in HELD.values()]
+    return None if any(isinstance(part, Missing) for part in parts) else parts
 
 
-def draw_peaks(table: Table) -> Figure | None:
-    """Draw peak GPU and CPU memory as bars. Runs with offload have hatched bars."""
-    bars_by_kind = {}
-    for kind in ("GPU", "CPU"):
-        found = {legend_name(row): drawable_number(table, row, f"peak_{kind.lower()}") for row in reversed(table.rows)}
-        if known := {name: mib for name, mib in found.items() if mib is not None}:
-            bars_by_kind[kind] = known
-    if not bars_by_kind:
+def draw_bars(table: Table, labels: dict[str, str]) -> Figure | None:
+    """Draw some columns as bars. Runs with offload have hatched bars. labels: column -> label of its axis."""
+    bars = {column: [(row, drawable_number(table, row, column)) for row in reversed(table.rows)] for column in labels}
+    bars = {column: known for column, found in bars.items() if (known := [bar for bar in found if bar[1] is not None])}
+    if not bars:
         return None
-    figure, axes = new_figure(len(bars_by_kind))
-    for axis, (kind, bars) in zip(axes, bars_by_kind.items(), strict=True):
-        hatches = ["////" if "offload" in label else "" for label in bars]
-        drawn = axis.barh(list(bars), list(bars.values()), color="#cccccc", edgecolor="black", hatch=hatches)
-        axis.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
-        axis.set(xlabel=f"peak {kind} memory (MiB)")
-        leave_room_for_labels(axis)
+    figure, axes = new_figure(len(bars), legend_lines=2 * max(0, len(table.rows) - MANY_BARS))
+    for axis, (column, known) in zip(axes, bars.items(), strict=True):
+        rows, numbers = zip(*known, strict=True)
+        hatches = ["////" if "offload" in row.label else "" for row in rows]
+        drawn = axis.barh(range(len(rows)), numbers, color="#9dc3e6", edgecolor=INK, linewidth=0.5, hatch=hatches)
+        places = decimals(map(Cell, numbers))
+        axis.bar_label(drawn, [format_rounded(number, places) for number in numbers], padding=3, fontsize="small")
+        axis.set_xlabel(labels[column])
+        name_bars(axis, rows)
     return figure
 
 
-def leave_room_for_labels(axis: Axes) -> None:
-    """Prepare an axis for horizontal bars: room for the number at the end of a bar, and no lines."""
+def name_bars(axis: Axes, rows: tuple[TableRow, ...]) -> None:
+    """Name horizontal bars after their rows, with room for the number at the end of a bar, and without lines."""
+    names = [textwrap.shorten(legend_name(row), 2 * BAR_NAME_WIDTH, placeholder=" ...") for row in rows]
+    axis.set_yticks(range(len(rows)), [textwrap.fill(name, BAR_NAME_WIDTH) for name in names])
     axis.margins(x=0.18)
     axis.locator_params(axis="x", nbins=MAX_TICKS)
     axis.grid(visible=False)
@@ -309,7 +317,7 @@ def draw_throughput(table: Table) -> Figure | None:
     gpus, measured = zip(*points, strict=True)
     ideal = [measured[0] / gpus[0] * number for number in gpus]
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
-    axis.plot(gpus, measured, color="black", marker="o", label="measured")
+    axis.plot(gpus, measured, color=INK, marker="o", label="measured")
     top = AXIS_HEADROOM * max(*ideal, *measured)
     axis.set(xlabel="GPUs", ylabel=RATES[rate], xticks=gpus, ylim=(0, top))
     axis.legend(frameon=False)
@@ -358,14 +366,15 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
 
 def below(label: str, note: str) -> str:
     """Return the text below an axis: its label, and the note if there is one."""
-    return f"{label}\n{textwrap.fill(note, TEXT_WIDTH)}".strip()
+    return f"{label}\n{textwrap.fill(note, NOTE_WIDTH)}".strip()
 
 
-DRAWINGS = {  # the plots that a table may name, each with a description
+DRAWINGS: dict[str, tuple[Any, str]] = {  # the plots that a table may name, each with a description
     "loss": (draw_loss, "training and evaluation loss over epochs"),
     "memory": (draw_memory, "memory and GPU power over time, with the peak memory of each run"),
     "held": (draw_held, "parameters, gradients and optimizer state that a rank held, as stacked bars"),
-    "peaks": (draw_peaks, "peak memory as bars"),
+    "peaks": (partial(draw_bars, labels=PEAKS), "peak memory as bars"),
+    "rates": (partial(draw_bars, labels=RATES), "samples per second as bars"),
     "throughput": (draw_throughput, "samples per second over GPUs, next to ideal scaling"),
     "speed": (draw_speed, "speed over peak memory"),
 }

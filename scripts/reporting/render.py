@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
-from reporting.metrics import decimals, format_number
+from reporting.metrics import METRICS, decimals, format_number
 from reporting.runs import Missing, ReportedRun
 from reporting.tables import Table, TableRow
 from shared.errors import one_line
@@ -67,6 +67,13 @@ def empty_columns(table: Table) -> dict[str, str]:
         if all(cell.value is None for cell in cells):
             found[name] = join_first(dict.fromkeys(cell.note for cell in cells), "; ")
     return found
+
+
+def table_notes(table: Table, left_out: Collection[str] = ()) -> str:
+    """Join the table's note and the explanations of its columns. left_out: columns that are not shown."""
+    columns = zip(table.definition.columns, table.definition.headers, strict=True)
+    notes = [METRICS[name].about for name, header in columns if name in METRICS and header not in left_out]
+    return " ".join(filter(None, [table.definition.note, *notes]))
 
 
 def predictions(table: Table, columns: list[int]) -> dict[int, int]:
@@ -188,7 +195,7 @@ def render_markdown(table: Table) -> str:
     for remark, rows in table_remarks(table).items():
         labels = join_first([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
         lines.append(f"- {escape_markdown(f'{labels}: {remark}')}")
-    parts += [table.definition.note, "\n".join(lines)]
+    parts += [table_notes(table), "\n".join(lines)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -24,6 +24,8 @@ ALL_RUNS = TableDefinition(
         "samples_per_second",
         "train_loss",
         "eval_loss",
+        "exact_match",
+        "f1",
         "peak_gpu",
         "peak_cpu",
         "peak_process",
@@ -34,6 +36,29 @@ ALL_RUNS = TableDefinition(
     "energy of these GPUs from the start of the training to the end of the run; a failed run has no value. A resumed "
     "job counts all its parts.",
 )
+OWN_RUNS = TableDefinition(
+    id="own",
+    title="Your own runs",
+    question="Which method and settings fit best: how good is each model, and what did its training cost?",
+    rows=[],
+    columns=[
+        "exact_match",
+        "f1",
+        "eval_loss",
+        "train_loss",
+        "steady_samples_per_second",
+        "held_state",
+        "peak_gpu",
+        "peak_process",
+        "runtime",
+        "gpu_hours",
+        "output_dir",
+    ],
+    names={"steady_samples_per_second": "Samples/s"},
+    note="Each setting in which these runs differ is a column. Samples/s leave out evaluation, saving and the warm-up. "
+    "Model state: the parameters, gradients and optimizer state that a rank held.",
+    plots=["held", "rates"],
+)
 
 
 def write_report(folders: list[Path], output: Path, all_runs: bool, reference: Path | None = None) -> str:
@@ -42,6 +67,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     reference: the folder of another report or its report.json. Returns a summary of the written report.
     """
     definitions = load_definitions()
+    known = {row.experiment for definition in definitions for row in definition.rows}
     check_readable(*folders, output, reference or output)
     for folder in folders:
         if not folder.is_dir():
@@ -59,16 +85,18 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         )
     experiment_tables = build_tables(definitions, runs, all_runs)
     compared = compare(experiment_tables, other, reference) if reference and other else []
-    tables = [*experiment_tables, list_runs(ALL_RUNS, runs)]
+    own = [run for run in runs if run.experiment not in known]
+    listed = runs if len(own) < len(runs) else []  # the table of the own runs already shows them all
+    tables = [list_runs(OWN_RUNS, own, True), *experiment_tables, list_runs(ALL_RUNS, listed, False)]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        remove_old_files(definitions, output)
+        remove_old_files([*definitions, OWN_RUNS, ALL_RUNS], output)
         plots = write_tables(tables, output)
         summary = (
-            "Each row shows the mean over the completed runs that are comparable with its latest run, ± standard "
-            "deviation (number of runs). The curves of loss and memory show the latest run."
+            "A row of an experiment shows the mean over the completed runs that are comparable with its latest run, "
+            "± standard deviation (number of runs). The curves of loss and memory show the latest run."
             if all_runs
-            else "Each row shows the latest completed run of its experiment that is comparable with the other rows."
+            else "A row of an experiment shows its latest completed run that is comparable with the other rows."
         )
         index.write_text(render_page(tables, runs, plots, [summary, *compared]), encoding="utf-8", errors="replace")
         write_numbers(experiment_tables, output)

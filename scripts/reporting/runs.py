@@ -23,7 +23,6 @@ from reporting.trainer_log import (
 from shared.errors import WorkshopError
 
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
-WITHOUT_EXPERIMENT = "without an experiment"  # a command in the repository's folder
 NO_GPU = "no GPU"  # a reason for a missing value
 GPU_FIELDS = ("callbacks.avg_", "energy", "gpu_activity")  # fields of the record that only a GPU can fill
 INCOMPLETE = "incomplete"  # the status of a run without a readable record
@@ -70,13 +69,28 @@ class ReportedRun:
 
     @property
     def experiment(self) -> str:
-        """The experiment's folder relative to `experiments`, or only its name if it is not below such a folder."""
-        if self.record.experiment:
-            path = self.record.experiment.removeprefix("experiments/")
-            return WITHOUT_EXPERIMENT if path == "." else path
+        """The experiment's folder relative to `experiments`, or only its name if it is not below such a folder.
+
+        A command in another folder, such as that of the repository, has no experiment. Then this is its method.
+        """
+        if path := self.record.experiment:
+            return path.removeprefix("experiments/") if "/" in path else self.method
         parts = self.folder.absolute().parts
         last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
         return "/".join(parts[last + 1 :])
+
+    @property
+    def strategy(self) -> str:
+        audited = self.record.knobs.get("strategy")
+        return str(audited.effective) if audited else "unknown strategy"
+
+    @property
+    def method(self) -> str:
+        """The strategy, the parts that are offloaded, and the number of ranks, such as "ZeRO-2, 2 ranks"."""
+        knobs = self.record.knobs.items()
+        offloaded = [name for name, knob in knobs if name.endswith("offload") and knob.effective in ("cpu", True)]
+        ranks = "1 rank" if self.record.world_size == 1 else f"{self.record.world_size} ranks"
+        return ", ".join([self.strategy.removeprefix("DeepSpeed "), *offloaded, ranks])
 
     @property
     def has_record(self) -> bool:

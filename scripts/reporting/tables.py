@@ -5,8 +5,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from config import DEFAULTS, facts
+from distributed.strategy import BY_NAME
 from reporting.definitions import TableDefinition
-from reporting.metrics import Cell, build_metric_cell, relate
+from reporting.metrics import Cell, Value, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, ReportedRun
 from settings.optimizers import algorithm
 
@@ -26,6 +27,7 @@ class TableRow:
     remarks: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)  # reasons why the row is not comparable with the other rows
     absent: str = "not run yet"  # the status of a row without a run
+    name: str = ""  # the label with the settings that distinguish the row, if other rows have the same label
 
     @property
     def jobs(self) -> str:
@@ -60,21 +62,34 @@ class Table:
 # --- comparability of runs
 
 
-def traits(run: ReportedRun) -> dict[str, str]:
-    """Return the settings and hardware that must be equal for two runs to compare."""
+def run_settings(run: ReportedRun) -> dict[str, Value]:
+    """Return the settings that change what a run computes or costs, as numbers or texts. Unset ones are left out."""
     record, settings = run.record, run.record.settings
     # A flag that is younger than the record had its default
     values = {flag: value for flag, value in DEFAULTS.items() if not facts(flag).only_for}
     values |= {name: value for name, value in settings if value is not None}
-    compared = [name for name in values if facts(name).changes != "nothing" and not facts(name).compared_as]
-    found = {name: str(values[name]) for name in compared if values[name] is not None}
+    if values["per_device_eval_batch_size"] == values["per_device_train_batch_size"]:
+        values["per_device_eval_batch_size"] = None  # it follows from BATCH_SIZE
+    found = {
+        name: value
+        for name, value in values.items()
+        if value is not None and facts(name).changes != "nothing" and facts(name).compared_as in ("", "strategy")
+    }
     by_flags = "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32"
     audited = record.knobs.get("precision")
-    found["precision"] = str(audited.effective) if audited else by_flags
+    found["precision"] = audited.effective if audited else by_flags
     audited = record.knobs.get("optimizer")
     found["optimizer"] = algorithm(str(audited.effective if audited else values["optim"]))
     per_gpu = settings.samples_per_gpu
     found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.train_size} in all"
+    return {name: value if type(value) in (int, float) else str(value) for name, value in found.items()}
+
+
+def traits(run: ReportedRun) -> dict[str, str]:
+    """Return the settings and hardware that must be equal for two runs to compare."""
+    record = run.record
+    settings = run_settings(run).items()
+    found = {name: str(value).removesuffix(".0") for name, value in settings if facts(name).compared_as != "strategy"}
     found["hardware"] = str(record.hardware.gpu or record.hardware.cpu)
     if record.git:
         found["commit"] = f"{record.git.commit}"[:10] + (" with changes" if record.git.dirty else "")
@@ -195,15 +210,62 @@ def build_table(
     return Table(definition, rows)
 
 
-def list_runs(definition: TableDefinition, runs: list[ReportedRun]) -> Table:
-    """Build a table with a row for each run. The rows are not compared with each other."""
-    table = build_table(definition, {})
+def list_runs(definition: TableDefinition, runs: list[ReportedRun], with_settings: bool) -> Table:
+    """Build a table with a row for each run. The rows are not compared with each other.
+
+    with_settings: add a column for each setting in which the runs differ, and order the rows by method and settings.
+    """
+    settings = differing_settings(runs) if with_settings else {}
+    table = Table(
+        definition.model_copy(
+            update={
+                "columns": [*settings, *definition.columns],
+                "names": definition.names | {name: name for name in settings},
+            }
+        ),
+        [],
+    )
+    if with_settings:
+        runs = sorted(
+            runs,
+            key=lambda run: (
+                [*BY_NAME, run.strategy].index(run.strategy),  # from plain to FSDP; an unknown strategy is the last
+                run.record.world_size or 0,
+                [(isinstance(values[run], str), values[run]) for values in settings.values() if run in values],
+            ),
+        )
     for run in runs:
         row = TableRow(run.experiment, run.experiment, run, [run], mismatches=run.record.overrides)
-        row.cells = [build_metric_cell(metric, [run]) for metric in definition.columns]
+        alike = differing_settings([other for other in runs if other.experiment == run.experiment])
+        # A value that most of the runs with this label have does not distinguish the run
+        row.name = ", ".join(
+            [run.experiment]
+            + [
+                f"{name} {values[run]}"
+                for name, values in alike.items()
+                if run in values and 2 * [*values.values()].count(values[run]) <= len(values)
+            ]
+        )
+        row.cells = [Cell(values.get(run, "")) for values in settings.values()]
+        row.cells += [build_metric_cell(metric, [run]) for metric in definition.columns]
         row.remarks = row_remarks(row, [run], {run: row.mismatches}, all_runs=False)
         table.rows.append(row)
     return table
+
+
+def differing_settings(runs: list[ReportedRun]) -> dict[str, dict[ReportedRun, Value]]:
+    """Return the settings in which these runs differ: variable or flag -> the value of each run with a record.
+
+    A strategy's config counts only if it differs between runs of one method.
+    """
+    found = {run: run_settings(run) for run in runs if run.has_record}
+    differing = {}
+    for name in dict.fromkeys(name for own in found.values() for name in own):
+        values = {run: own.get(name, "unset") for run, own in found.items()}
+        by_method = {(run.method if facts(name).compared_as == "strategy" else "", values[run]) for run in found}
+        if len(by_method) > len(dict(by_method)):
+            differing[facts(name).variable or name] = values
+    return differing
 
 
 def select_repeats(chosen: ReportedRun | None, runs: list[ReportedRun], all_runs: bool) -> list[ReportedRun]:

@@ -116,3 +116,10 @@ def test_numbers_of_an_alt_text_are_in_the_figure():
             texts = " ".join(re.findall(r"<!-- (.*?) -->", svg(path.stem), re.DOTALL))  # Matplotlib adds each text
             missing = [number for number in re.findall(r"\d+\.\d+", alt) if number not in texts.split()]
             assert not missing, f"{page.name}: {path.name} does not show {missing}"
+
+
+@pytest.mark.promise("figures can be read, and follow from their scripts")
+def test_the_pictures_of_the_report_have_the_names_of_todays_pages(tmp_path):
+    pictures = program("docs/figures/pictures.py")
+    for name, page in pictures.write_pages(tmp_path).items():
+        assert pictures.find_names(page) == (FOLDER / f"{name}.txt").read_text(), "old pictures: run make figures"

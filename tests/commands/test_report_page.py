@@ -37,6 +37,7 @@ addEventListener("load", () => {
     links: links.length,
     dead: links.filter((href) => !href.startsWith("#") || !document.getElementById(href.slice(1))),
   };
+  probe.firstNumber = document.querySelector("td.number").getBoundingClientRect().bottom;
   const run = document.getElementById("job-102");
   probe.foldedRun = run.checkVisibility({contentVisibilityAuto: true});
   location.hash = "job-102";
@@ -46,6 +47,15 @@ addEventListener("load", () => {
   probe.plots = [...document.images].map((image) => isSeen(image) && image.naturalWidth > 300);
   probe.narrowPlots = [...document.images].every((image) => image.getBoundingClientRect().width <= innerWidth);
   probe.openedIsWide = isWide();
+  const canvas = Object.assign(document.createElement("canvas"), {width: 600, height: 600})
+    .getContext("2d", {willReadFrequently: true});
+  probe.plotsOfTheMode = [...document.images].map((image) => {
+    canvas.clearRect(0, 0, 600, 600);
+    canvas.drawImage(image, 0, 0);
+    const data = canvas.getImageData(0, 0, 600, 600).data, colours = new Set();
+    for (let i = 0; i < data.length; i += 4) colours.add(`rgb(${data.slice(i, i + 3).join(", ")})`);
+    return data[3] == 0 && colours.has(getComputedStyle(document.body).color);
+  });
   const left = (each, name) => each.querySelector(name).getBoundingClientRect().left;
   probe.beside = [...document.querySelectorAll(".beside")].map((each) => left(each, "img") > left(each, "table") + 300);
   const heightOf = (element) => element ? element.getBoundingClientRect().height : 0;
@@ -74,6 +84,7 @@ def output(tmp_path_factory) -> Path:
         overrides = ["nodes: 2 instead of 1"] if gpus == 8 else []
         add_run(top, name, str(gpus), world_size=gpus, overrides=overrides, hardware__gpu="NVIDIA H100 80GB HBM3")
     add_run(top, "custom-model/single_node", "9", status="oom", exit_code=1, train=None, eval=[])
+    add_run(top, "mine", "11", experiment=".")
     add_run(top, "efficiency/recipe", "10", gpu="no log\n", settings__model_name="M" * 60)
     write_report([top], top / "report", all_runs=False)
     return top / "report"
@@ -103,6 +114,8 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     )
     assert len(seen["tables"]) == len(list(output.glob("*.csv"))) and all(seen["tables"])
     assert len(seen["plots"]) == count_plots(output) > 5 and all(seen["plots"]) and seen["narrowPlots"]
+    assert all(seen["plotsOfTheMode"]), "a plot has no ground, and the ink of the page's text"
+    assert seen["firstNumber"] < 844, "the first screen, also of a phone, has a number"
     assert [name for name in seen["requests"] if not name.startswith("data:")] == []
     assert (seen["foldedIsWide"], seen["openedIsWide"]) == (False, False), "the page must not be wider than the window"
     assert 500 < seen["folded"] < HIGHEST_FOLDED
@@ -112,7 +125,7 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     assert seen["hidden"] == 0, "each table must show a number before it is scrolled"
     if width < 1280:
         assert seen["scrolled"] == [], "on a narrow screen, a row is a card"
-        assert seen["label"] == '"Baseline"', "in a card, a value is next to its heading"
+        assert seen["label"] == '"Final eval loss"', "in a card, a value is next to its heading"
     assert len(seen["beside"]) > 3 and set(seen["beside"]) == {width == 1280}, (
         "plots are beside their table if it is wide"
     )

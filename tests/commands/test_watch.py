@@ -280,7 +280,7 @@ def report(workshop) -> Callable[..., subprocess.CompletedProcess]:
 def test_an_id_finds_its_record_below_experiments_and_in_the_current_folder(workshop, tmp_path, report):
     folder = add_run(workshop, "ddp/2_gpus", "4711")
     done = report("4711")
-    assert "Summary of 4711 (completed, tiny-bloom)" in done.stdout, done
+    assert "Summary of 4711: ddp/2_gpus (completed, tiny-bloom)" in done.stdout, done
     assert done.stdout.endswith("run record: experiments/ddp/2_gpus/results/4711.json\n")
     assert report("results/4711.json", folder).stdout.endswith("run record: results/4711.json\n")
     elsewhere = add_run(tmp_path, "mine", "4712")

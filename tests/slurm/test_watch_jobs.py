@@ -114,7 +114,7 @@ def test_the_report_of_a_running_job_shows_what_is_known(running):
     done = report(running.lab, running.job_id)
     assert done.returncode == 0, done
     assert re.search(
-        rf"Summary of {running.job_id} \(running: step \d+ of 2400, loss [\d.]+, tiny-bloom\)", done.stdout
+        rf"Summary of {running.job_id}: \S+ \(running: step \d+ of 2400, loss [\d.]+, tiny-bloom\)", done.stdout
     )
     rows = dict(re.findall(r"^\| (.*?) +\| +([\d.,]+) ", done.stdout, re.MULTILINE))
     epoch = re.search(r"Eval Loss \(Epoch (\d+)\)", done.stdout)[1]  # a long training shows its last epochs
