@@ -107,6 +107,10 @@ def test_figures_have_the_ink_and_the_ground_of_their_page(page, address):
             page.evaluate("getComputedStyle(document.querySelector('svg.figure')).backgroundColor")
             == "rgba(0, 0, 0, 0)"
         )
+        page.visit(f"{address}/README.html")
+        seen = "[...document.querySelectorAll('article img')].filter((each) => each.checkVisibility())"
+        images = page.evaluate(f"{seen}.map((each) => [each.src.split('/').at(-1), each.naturalWidth > 0])")
+        assert images == [["report-dark.png" if scheme == "dark" else "report.png", True]]
     assert len(inks) == 2
 
 
