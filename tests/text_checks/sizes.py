@@ -13,6 +13,7 @@ LIMITS = {
     "README.md": 1200,
     "CHANGELOG.md": 800,
     "CONTRIBUTING.md": 1600,
+    "AGENTS.md": 300,
     "the notes (say:) in experiments/agendas.yaml": 400,
 }
 
