@@ -140,8 +140,11 @@ def index(*families: str) -> None:
     show_table(["Command", "What it runs", "Nodes x GPUs", "Config", "Section"], rows)
 
 
-def workshop_map() -> None:
-    """Print the map of README.md. docs/site/page_markup.py makes the site's navigation from it."""
+def workshop_map(docs: str = "docs/") -> None:
+    """Print the map of README.md. docs/site/page_markup.py makes the site's navigation from it.
+
+    docs: path of docs/ as seen from the page.
+    """
     afternoon = {row.get("page") for row in AGENDAS["agendas"]["afternoon"]["rows"]}
     rows: list[list[str]] = []
     for group, pages in AGENDAS["sections"].items():
@@ -149,14 +152,62 @@ def workshop_map() -> None:
         for page, entry in pages.items():
             number, name = title(page)
             marked = "yes" if page in afternoon else ""
-            rows.append([number, f"[{name}](docs/{page}.md)", f"{minutes(page)} min", entry.get("gpus", "-"), marked])
+            rows.append([number, f"[{name}]({docs}{page}.md)", f"{minutes(page)} min", entry.get("gpus", "-"), marked])
     show_table(["", "Section", "Time", "GPUs", "Afternoon"], rows)
+
+
+def reference_pages() -> None:
+    """Print the pages of docs/ that the map does not have."""
+    pages = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - {*SECTIONS, "README"})
+    show("To look something up:", "", *(f"- [{title(page)[1]}]({page}.md)" for page in pages))
 
 
 def number_of_experiments() -> None:
     hours = round(sum(map(gpu_hours, taught())))
     index_link, bill_link = "[experiments](experiments/README.md)", "[the bill](docs/instructor/README.md#the-bill)"
     show(f"All {len(taught())} jobs are in {index_link}, and take at most {hours} GPU-hours ({bill_link}).")
+
+
+# --- code
+
+SCRIPTS = ROOT / "scripts"
+CORE = ("train.py", "config.py", "data_loader.py", "model.py", "models/lora.py", "training/trainer.py")
+FOLDERS = {
+    "A training run": ("settings", "guard", "tasks", "models", "training", "distributed", "measure", "records"),
+    "A job": ("job",),
+    "Before and after a run": ("checks", "estimate", "reporting"),
+}
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def core(scripts: str = "") -> None:
+    """Print the files that explain a training run, in the order in which to read them.
+
+    scripts: path of scripts/ as seen from the page.
+    """
+    lines = sum(len((SCRIPTS / name).read_text(encoding="utf-8").splitlines()) for name in CORE)
+    files = [f"{place}. [{name}]({scripts}{name}): {first_line(SCRIPTS / name)}" for place, name in enumerate(CORE, 1)]
+    show(f"To read the code, begin with its core, {len(CORE)} files with about {round(lines, -2):,} lines:", "", *files)
+
+
+def other_files() -> None:
+    paths = [path for path in sorted(SCRIPTS.glob("*.py")) if path.name not in CORE]
+    show_table(["File", "What it does"], [[f"[{path.name}]({path.name})", first_line(path)] for path in paths])
+
+
+def folders() -> None:
+    """Print the folders of scripts/ by purpose; those that FOLDERS does not name are last."""
+    named = [name for names in FOLDERS.values() for name in names]
+    rest = sorted({path.parent.name for path in SCRIPTS.glob("*/__init__.py")} - {*named})
+    rows = []
+    for purpose, names in [*FOLDERS.items(), ("All of these", rest)]:
+        rows.append([f"**{purpose}**", ""])
+        rows += [[f"[{name}/]({name})", first_line(SCRIPTS / name / "__init__.py")] for name in names]
+    show_table(["Folder", "What it has"], rows)
 
 
 # --- instructors

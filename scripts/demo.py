@@ -1,4 +1,4 @@
-"""Run one small training by four methods on this machine, and compare losses and model state per rank.
+"""Train one small model by four methods on this machine, and compare losses and model state per rank.
 
     python scripts/demo.py      # or make demo, which first installs the packages
 

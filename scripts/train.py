@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on SQuAD with the Hugging Face Trainer: plain, with DDP, DeepSpeed ZeRO or FSDP.
+"""Fine-tune a causal language model with the Hugging Face Trainer: plain, with DDP, ZeRO, FSDP or tensor parallelism.
 
 On a laptop, without a network. Each flag also has a variable (scripts/config.py): TRAIN_SIZE=256 is --train_size 256.
     python scripts/train.py --model_name tiny-bloom --dataset data/squad_sample.json --train_size 256 --eval_size 64

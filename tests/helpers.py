@@ -30,6 +30,7 @@ PAGES = sorted(
         *REPOSITORY.glob("docs/**/*.md"),
         *REPOSITORY.glob("data/*.md"),
         EXPERIMENTS / "README.md",
+        REPOSITORY / "scripts" / "README.md",
     ]
 )
 # 1,190 real questions of SQuAD v1.1 (CONTRIBUTING gives their source). Without this file, some tests are skipped.

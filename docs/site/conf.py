@@ -18,6 +18,7 @@ root_doc = "index"
 include_patterns = ["index.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
 include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "report", "results", "scripts", "tests"]
+exclude_patterns += ["docs/README.md"]  # only forges show this page
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 4  # create the same anchors as GitHub and GitLab
 highlight_language = "none"  # a block without a language is the output of a command

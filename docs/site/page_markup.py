@@ -3,7 +3,8 @@
 - Commands for a cluster and for a laptop that follow each other become two tabs.
 - The README's map becomes the navigation, with the groups and times of the map. A dot marks the afternoon's sections.
 - Tables and code get the markup with which site.css makes them readable on a narrow screen.
-- Figures become part of the page, so that they have its colours in light and in dark mode.
+- Figures become part of the page, so that they have its colours in light and in dark mode. Of a <picture> with a light
+  and a dark image, the page shows the one of its mode.
 """
 
 import html
@@ -21,6 +22,16 @@ CLUSTER_AND_LAPTOP = re.compile(
     rf"^( *)((?: *(?:On a cluster[^\n]*|Alone):\n\n{CLUSTER}\n\n)+) *(On a laptop[^\n]*:\n\n{LAPTOP})$",
     re.MULTILINE | re.DOTALL,
 )
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="(.*?)">\s*<img alt="(.*?)" src="(.*?)".*?</picture>', re.DOTALL)
+LIGHT_AND_DARK = r"""```{image} \3
+:alt: \2
+:class: only-light
+```
+
+```{image} \1
+:alt: \2
+:class: only-dark
+```"""
 ROW_TO_FILL_IN = re.compile(
     r"<tr[^>]*>\s*<td[^>]*><p>(?!</p>)(?:(?!</td>).)*</td>(\s*<td[^>]*><p></p></td>)+\s*</tr>", re.DOTALL
 )
@@ -53,6 +64,7 @@ def change_source(app, page: str, source: list[str]) -> None:
     source[0] = make_tabs(source[0])
     # site.css marks the commands that only a cluster can run
     source[0] = re.sub(r"^( *)```bash cluster$", r"\1{.cluster}\n\g<0>", source[0], flags=re.MULTILINE)
+    source[0] = PICTURE.sub(LIGHT_AND_DARK, source[0])
     for (searched_page, heading), words in SEARCH_WORDS.items():
         if page == searched_page:
             entries = ", ".join(f"! {word}" for word in words)

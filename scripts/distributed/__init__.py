@@ -1,1 +1,1 @@
-"""Training with several processes: process group, collectives, DeepSpeed and FSDP config files, watchdog."""
+"""Training with several processes: strategies, process group, config files, tensor parallelism, watchdog."""

@@ -1,1 +1,1 @@
-"""Estimates of the memory and time of a training run, made without running it."""
+"""Estimates of the memory of a training run, and of the bytes that its ranks send, made without running it."""

@@ -1,1 +1,1 @@
-"""Parts of models: a GPT small enough to read, LoRA by hand, BLOOM with fused attention, and the chunked loss."""
+"""Parts of models: a GPT small enough to read, LoRA by hand, BLOOM with SDPA, the chunked loss, no padding."""

@@ -61,7 +61,7 @@ def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address
         page.tab_to(".skip-to-content")
         page.enter()
         card = f".sd-col:nth-child({number})"
-        command = page.evaluate(f"[...document.querySelectorAll('{card} code')].at(-1).textContent")
+        command = page.evaluate(f"[...document.querySelectorAll('{card} :is(code, pre)')].at(-1).textContent")
         page.tab_to(f"{card} li a")
         page.follow()
         blocks = page.evaluate("[...document.querySelectorAll('pre')].map((each) => each.textContent)")
@@ -107,6 +107,10 @@ def test_figures_have_the_ink_and_the_ground_of_their_page(page, address):
             page.evaluate("getComputedStyle(document.querySelector('svg.figure')).backgroundColor")
             == "rgba(0, 0, 0, 0)"
         )
+        page.visit(f"{address}/README.html")
+        seen = "[...document.querySelectorAll('article img')].filter((each) => each.checkVisibility())"
+        images = page.evaluate(f"{seen}.map((each) => [each.src.split('/').at(-1), each.naturalWidth > 0])")
+        assert images == [["report-dark.png" if scheme == "dark" else "report.png", True]]
     assert len(inks) == 2
 
 
@@ -163,6 +167,9 @@ def test_the_side_bar_marks_the_sections_of_the_afternoon_and_ends_with_the_othe
     )
     assert marked == [f"docs/{row['page']}.html" for row in agendas["afternoon"]["rows"] if "page" in row]
     assert page.evaluate("document.querySelector('.sidebar-tree .legend').innerText") == "● sections of the afternoon"
+    heights = "[each.getBoundingClientRect().top - each.parentElement.getBoundingClientRect().top, each.offsetHeight]"
+    times = page.evaluate(f"[...document.querySelectorAll('.sidebar-tree .time')].map((each) => {heights})")
+    assert len(times) > 20 and all(top < height for top, height in times), "each time is on its entry's first line"
     captions = page.evaluate(
         "[...document.querySelectorAll('.sidebar-tree .caption-text')].map((each) => each.innerText)"
     )

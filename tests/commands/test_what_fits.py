@@ -58,8 +58,11 @@ CONTROLS_SEEN = """(() => { const { top, bottom } = document.getElementById("cho
   return top >= 0 && bottom <= innerHeight })()"""
 MARKED = "[...document.querySelectorAll('label.changed select')].map((control) => control.name)"
 TEXTS = "#what-fits :is(p, li, th, td, small, a, label, select, button, pre)"
+# Everything is on the screen, and the first bar is on the first screen of a telephone (844 pixels with the site's head)
 ALL_SEEN = """(() => { const page = document.documentElement;
-  return page.scrollWidth === page.clientWidth && page.clientWidth <= WIDTH &&
+  const [start, bar] = ["#what-fits-where", "#methods .bar"].map((each) => document.querySelector(each))
+    .map((each) => each.getBoundingClientRect());
+  return page.scrollWidth === page.clientWidth && page.clientWidth <= WIDTH && bar.bottom - start.top < 780 &&
     [...document.querySelectorAll("#methods .method, #what-fits select")].every((each) => each.checkVisibility())
 })()"""
 

@@ -27,7 +27,7 @@ def findings() -> Iterator[str]:
     yield from differences(PLACES, "the document", shown, stated)
     for row in rows:
         name, _, anchor = row["place"].partition("#")
-        in_docs = REPOSITORY / "docs" / name
-        if lacks := missing_target(in_docs if in_docs.exists() else REPOSITORY / name, anchor):
+        file = REPOSITORY / name
+        if lacks := missing_target(file if file.exists() else REPOSITORY / "docs" / name, anchor):
             part = f"{row['document']} {row['first']}-{row['last']}"
             yield f"{PLACES}: {part}: says {row['place']}, but there is {lacks}; write the place of this part"
