@@ -19,7 +19,8 @@ from PIL import Image
 from browser import Page
 from class_files import make_class
 from reporting.classroom_page import render_class
-from reporting.classroom_runs import ClassReader, afternoon_experiments
+from reporting.classroom_plan import ClassPlan
+from reporting.classroom_runs import ClassReader
 from reporting.report_folder import write_report
 
 HERE = Path(__file__).resolve().parent
@@ -40,9 +41,10 @@ BOX = """(() => { const boxes = [...document.querySelectorAll('SELECTOR')].map((
 def write_pages(folder: Path) -> dict[str, Path]:
     """Write the pages that the pictures show. Returns name -> page."""
     write_report([HERE / "demo"], folder / "report", all_runs=False)
-    made = make_class(folder, afternoon_experiments())
+    experiments = ClassPlan().experiments(shared=False)
+    made = make_class(folder, experiments)
     with patch.dict(os.environ, PATH=f"{made.install_squeue(folder)}:{os.environ['PATH']}"):
-        reader = ClassReader(made.folders, afternoon_experiments())
+        reader = ClassReader(made.folders, experiments)
         (folder / "class.html").write_text(render_class(reader, reader.read(), numbers=False, refresh=None))
     return {"report": folder / "report" / "index.html", "class": folder / "class.html"}
 
