@@ -29,7 +29,7 @@ docs: .venv/installed-docs
 	@echo "open $(SITE_FOLDER)/index.html"
 
 # Write the blocks of the pages that other files already contain (docs/generated.py)
-GENERATED = git grep -lz '^<!-- \[\[\[cog' -- '*.md' | CUDA_VISIBLE_DEVICES= PYTHONPATH=scripts:docs xargs -0 -r $(BIN)/python -m cogapp -P
+GENERATED = git grep -lz '^<!-- \[\[\[cog' -- '*.md' | CUDA_VISIBLE_DEVICES= PYTHONPATH=docs xargs -0 -r $(BIN)/python -m cogapp -P
 pages: .venv/installed-dev
 	@$(GENERATED) -r --verbosity=1
 

@@ -1,6 +1,6 @@
 """Measure parts of a training step on the GPU: run.py starts each measurement of MEASUREMENTS by its name.
 
-    PYTHONPATH=scripts python benchmarks/gpu/micro.py losses
+    python benchmarks/gpu/micro.py losses
 
 It prints a RESULT line of JSON for each variant: the median milliseconds of ten calls, and the peak of the memory that
 a call adds (`extra_gib`). Tensors are random, with the shapes of bloom-560m. Without a GPU they are tiny.
@@ -14,10 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
