@@ -1,6 +1,10 @@
-"""Tests of benchmarks/gpu: one item of each kind on the CPU with tiny models, and what makes an item fail."""
+"""Tests of benchmarks/gpu: one item of each kind on the CPU with tiny models, and what makes an item fail.
+
+One test starts benchmarks/training.py, the benchmark of docs/results.md.
+"""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -27,6 +31,14 @@ def test_each_kind_of_item_completes_on_the_cpu(tmp_path):
     full = lines["full, torch.bfloat16, 96 tokens"]
     assert full["ms"] > 0 and full["loss_error"] < 0.01
     assert len(rows["micro-gelu"]["lines"]) == 2
+
+
+def test_the_benchmark_of_the_cpu_starts_its_children_and_prints_its_table(tmp_path):
+    words = [sys.executable, str(REPOSITORY / "benchmarks/training.py")]
+    words += ["--model", "tiny", "--repeats", "1", "--rows", "all"]
+    done = subprocess.run(words, cwd=tmp_path, env=inherited(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\| tiny \| 4 x 4 \| all \| \d+\.\d{3} \| ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
