@@ -366,7 +366,7 @@ class OneRow:
 
 
 def round_up(tokens: int, parts: int, largest: int) -> int:
-    """Round up to a multiple of a power of two: the last one up to tokens / parts, but at least 8 and at most `largest`.
+    """Round up to a multiple of a power of two: the last up to tokens / parts, but at least 8 and at most `largest`.
 
     With 4 parts, 1,190 questions of SQuAD give micro batches of 4, 16 and 64 questions at most 9, 4 and 4 lengths, and
     9, 9 and 5 % of their tokens are padding. For micro batches of 4, coarser steps would give 5 lengths and 16 %.

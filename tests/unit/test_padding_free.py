@@ -1,9 +1,13 @@
 """A micro batch without padding has the loss and the gradients of the padded micro batch."""
 
 import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
+from torch._dynamo.utils import counters
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -25,6 +29,7 @@ from transformers import (
 
 from config import IGNORED
 from data_loader import OneRow
+from guard.preconditions import check_torch_compile
 from measure.flops import count_tokens
 from models.bloom_sdpa import attention_name, use_attention
 from models.chunked_loss import use_chunked_loss
@@ -155,19 +160,41 @@ def test_the_tokens_of_a_row_are_counted_as_those_of_a_padded_batch():
     assert count_tokens(OneRow()(rows)).tolist() == [33, 40 - 33, 33 - 3, squares]
 
 
-LENGTHS = [int(length) for length in torch.randn(1190, generator=torch.Generator().manual_seed(0)) * 66 + 171]
+def epoch(micro_batch: int) -> Iterator[dict]:
+    """Batches of an epoch whose lengths are distributed as those of 1,190 questions of SQuAD."""
+    lengths = (torch.randn(1190, generator=torch.Generator().manual_seed(0)) * 66 + 171).clamp(46, 512).int().tolist()
+    for start in range(0, len(lengths) - micro_batch + 1, micro_batch):
+        yield OneRow()([question(length) for length in lengths[start : start + micro_batch]])
+
+
+def shapes(batch: dict) -> tuple[int, int]:
+    return batch["labels"].numel(), batch["rows"].shape[1]
 
 
 @pytest.mark.parametrize(("micro_batch", "most_rows", "most_pairs"), [(4, 9, 19), (16, 4, 9), (64, 4, 6)])
 def test_few_lengths_occur(micro_batch: int, most_rows: int, most_pairs: int):
-    """Of a row, and of pairs of a row and the longest question. The lengths are distributed as those of SQuAD."""
-    lengths = [min(512, max(46, length)) for length in LENGTHS]
-    starts = range(0, len(lengths) - micro_batch + 1, micro_batch)
-    batches = [OneRow()([question(n) for n in lengths[i : i + micro_batch]]) for i in starts]
-    pairs = {(batch["labels"].numel(), batch["rows"].shape[1]) for batch in batches}
+    """Of a row, and of pairs of a row and the longest question."""
+    batches = list(epoch(micro_batch))
+    pairs = {shapes(batch) for batch in batches}
     real, padding, *_ = sum(map(count_tokens, batches)).tolist()
     assert len({row for row, _ in pairs}) <= most_rows and len(pairs) <= most_pairs
     assert real >= 0.9 * (real + padding)
+
+
+@pytest.mark.parametrize(("dynamic", "most_graphs"), [(None, 8), (False, 19 + 3 * 9)])
+def test_a_compiled_epoch_stays_below_the_limit_of_graphs(monkeypatch, dynamic, most_graphs: int):
+    """By default a second length makes sizes symbols, so that a block has two or three graphs."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    torch._dynamo.reset()
+    counters.clear()
+    made = model("bloom")
+    use_padding_free(made)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        check_torch_compile(SimpleNamespace(torch_compile_backend="eager", torch_compile_mode=None, device="cpu"))
+        compiled = compile_regions(made, backend="eager", dynamic=dynamic)
+        for batch in {shapes(batch): batch for batch in epoch(4)}.values():
+            compiled(**batch, use_cache=False)
+    assert counters["stats"]["unique_graphs"] <= most_graphs
 
 
 def test_a_row_without_room_for_padding_gets_none():
