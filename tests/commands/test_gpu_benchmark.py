@@ -3,6 +3,7 @@
 One test starts benchmarks/training.py, the benchmark of docs/results.md.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -10,11 +11,15 @@ import sys
 
 import pytest
 
+from gpu_check import rank_rows
 from helpers import REPOSITORY, inherited, program
 
 run = program("benchmarks/gpu/run.py")
 ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload", "resume-plain"]
 ITEMS += ["micro-ceilings", "micro-losses", "micro-attention", "micro-gelu"]
+# Of fast2 and of ranks
+ITEMS += ["before-16", "after-16", "zero1-16", "smollm2-360m-4", "ranks-one_rank"]
+ITEMS += ["micro-one_row", "micro-optimizer", "micro-casts"]
 
 
 def test_each_kind_of_item_completes_on_the_cpu(tmp_path):
@@ -31,6 +36,21 @@ def test_each_kind_of_item_completes_on_the_cpu(tmp_path):
     full = lines["full, torch.bfloat16, 96 tokens"]
     assert full["ms"] > 0 and full["loss_error"] < 0.01
     assert len(rows["micro-gelu"]["lines"]) == 2
+    before, after = (rows[f"{when}-16"] for when in ("before", "after"))
+    assert after["train_loss"] == pytest.approx(before["train_loss"], abs=1e-5)
+    records = [json.loads((tmp_path / f"out/results/{when}-16.json").read_text()) for when in ("before", "after")]
+    padding = [record["train"]["padding_tokens"] for record in records]
+    assert padding[0] == 0 < padding[1], "only the rows of today are rounded up"
+
+
+def test_items_have_names_of_their_own_and_the_first_four_minutes_decide():
+    """A guard is the longest time of an item. The rows of gpu_check.py exist, so that no item ends at once."""
+    names = [item.name for item in run.ITEMS]
+    assert len(names) == len({*names})
+    first = itertools.takewhile(lambda item: not item.name.endswith("-again"), run.GROUPS["fast2"])
+    assert {item.name.split("-")[0] for item in first} == {"before", "after", "compiled", "zero1"}
+    rows = {row.name for row in rank_rows(4)}
+    assert {row for item in run.GROUPS["ranks"] for row in item.flags.split(" --rows ")[1].split()} <= rows
 
 
 def test_the_benchmark_of_the_cpu_starts_its_children_and_prints_its_table(tmp_path):
