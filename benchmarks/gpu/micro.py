@@ -201,24 +201,16 @@ class RowOfQuestions:
         varlen_attn(query, key, value, *lengths, window_size=(-1, 0)).sum().backward()
 
 
-def optimizer() -> None:
-    """A step of AdamW over the matrices of bloom-560m's blocks, in fp32."""
-    weights = [torch.nn.Parameter(random(*shape)) for shape in block_shapes()]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    for flag in ("fused", "foreach"):
-        show(flag, **measure(torch.optim.AdamW(weights, **{flag: True}).step))
-
-
-def casts() -> None:
-    """The copies of these matrices in bf16, which autocast makes in each micro batch."""
-    weights = [random(*shape) for shape in block_shapes()]
-    show("copies in bf16", **measure(lambda: [weight.bfloat16() for weight in weights]))
-
-
-def block_shapes() -> list[tuple[int, int]]:
+def weights() -> None:
+    """Copies of the matrices of bloom-560m's blocks in bf16, as autocast makes them, and a step of AdamW over them."""
     size, layers = (1024, 24) if GPU else (32, 2)
-    return [(3 * size, size), (size, size), (4 * size, size), (size, 4 * size)] * layers
+    shapes = [(3 * size, size), (size, size), (4 * size, size), (size, 4 * size)] * layers
+    matrices = [torch.nn.Parameter(random(*shape)) for shape in shapes]
+    show("copies in bf16", **measure(lambda: [matrix.bfloat16() for matrix in matrices]))
+    for matrix in matrices:
+        matrix.grad = torch.zeros_like(matrix)
+    for flag in ("fused", "foreach"):
+        show(f"{flag} AdamW", **measure(torch.optim.AdamW(matrices, **{flag: True}).step))
 
 
 def gelu() -> None:
@@ -252,7 +244,7 @@ def energy() -> None:
         show(name, counter_watts=joules / (time.monotonic() - start), power_draw_watts=statistics.fmean(watts))
 
 
-MEASUREMENTS = {each.__name__: each for each in (ceilings, losses, attention, one_row, optimizer, casts, gelu, energy)}
+MEASUREMENTS = {each.__name__: each for each in (ceilings, losses, attention, one_row, weights, gelu, energy)}
 
 if __name__ == "__main__":
     MEASUREMENTS[sys.argv[1]]()
