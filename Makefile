@@ -39,7 +39,7 @@ pages-check: .venv/installed-dev
 
 # Draw the figures of the pages, and make the pictures of the report with a browser (Chromium)
 figures: .venv/installed-dev
-	PYTHONPATH=scripts $(BIN)/python docs/figures/draw.py
+	$(BIN)/python docs/figures/draw.py
 	PYTHONPATH=scripts:tests:tests/commands $(BIN)/python docs/figures/pictures.py
 
 report: $(if $(ACTIVE),,.venv/installed)

@@ -12,6 +12,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"
+XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"  # 1,190 real questions, if they are there
 RESULT = "RESULT "  # prefix of the line in which a child process prints its measurements as JSON
 
 

@@ -101,7 +101,7 @@ def make_rows(kind: str) -> list[dict]:
 
 def load_rows(flags: list[str]) -> Dataset:
     """Return the rows of tokens that train.py trains on."""
-    settings = parse_command_line(str(__doc__), flags)
+    settings = parse_command_line("", flags)
     return load_data(
         settings.data, load_tokenizer(settings.model, settings.data), TrainingArguments(use_cpu=True)
     ).train
@@ -113,7 +113,7 @@ def train_with_trl(case: str, folder: Path) -> dict:
 
     kind, _, _, labels = CASES[case]
     flags = prepare(case, folder)
-    settings = parse_command_line(str(__doc__), flags)
+    settings = parse_command_line("", flags)
     tokenizer = load_tokenizer(settings.model, settings.data)
     numbers = [int(place.removeprefix("line ")) - 1 for place in load_rows(flags)["id"]]
     rows = make_rows(kind)

@@ -15,8 +15,9 @@ weights. 560m is bloom-560m and trains on 8 sequences. 135m is a Llama with the 
 
 The rows take turns within each repeat, so that a slow phase of the machine does not affect only one row. The speed of a
 row is the median of its ratios to its base within the repeats. Each run shows the load average of the minute before its
-start and of its last minute. With `taskset -c 0` before the command, a run has one core and one thread. Its CPU time
-then depends little on other programs.
+start and of its last minute. --save keeps the rows in training.json, from which docs/results.md has its table. With
+`taskset -c 0` before the command, a run has one core and one thread. Its CPU time then depends little on other
+programs.
 
 `transformers` is the Trainer of transformers with its defaults: fp32, and padding to the longest of a batch. `trl` is
 TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss without logits, and a learning rate of
@@ -24,7 +25,7 @@ TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss
 
 `--equal` compares the full with the chunked loss in fp32 instead: the losses of 20 steps, and the gradients of a batch.
 `--overheads` times the start-up of the commands, and psrecord's share of a core.
-docs/efficiency.md shows the results with commit and machine. docs/knobs.md shows TRL, transformers and --equal.
+docs/knobs.md shows TRL, transformers and --equal.
 """
 
 import argparse
@@ -40,22 +41,32 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, cpu, make_model_folder, read_result, run_training
-
-sys.path.append(str(REPOSITORY / "tests"))
-from helpers import XQUAD
+from harness import (
+    REPOSITORY,
+    RESULT,
+    SAMPLE,
+    SCRIPTS,
+    XQUAD,
+    commit,
+    cpu,
+    make_model_folder,
+    read_result,
+    run_training,
+)
 
 DATASET = XQUAD if XQUAD.exists() else SAMPLE
+TOKENS = 30000  # vocabulary of the tokenizer; sequences are then about as long as with BLOOM's own tokenizer
 BLOOM = {"model_type": "bloom", "vocab_size": 250880}
 LLAMA = {"model_type": "llama", "vocab_size": 49152, "num_key_value_heads": 3, "tie_word_embeddings": True}
 SIZES = {
+    "tiny": BLOOM | {"vocab_size": TOKENS, "hidden_size": 64, "n_layer": 2, "n_head": 4},  # to try this file
     "67m": BLOOM | {"hidden_size": 256, "n_layer": 4, "n_head": 4},
     "135m": LLAMA | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
     "560m": BLOOM | {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
 }
-SEQUENCES = {"67m": 32, "135m": 16, "560m": 8}
+SEQUENCES = {"tiny": 16, "67m": 32, "135m": 16, "560m": 8}
 LOGGED_SECONDS = 120
-TOKENS = 30000  # vocabulary of the tokenizer; sequences are then about as long as with BLOOM's own tokenizer
+RESULTS = Path(__file__).with_suffix(".json")
 EQUAL_STEPS = 20
 
 BF16 = ["--bf16"]
@@ -111,6 +122,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", choices=SIZES, default="67m")
     parser.add_argument("--micro_batch", type=int, help="micro batch of all rows, without accumulation")
+    parser.add_argument("--save", action="store_true", help=f"replace these rows in {RESULTS.name}")
     parser.add_argument("--equal", action="store_true", help="compare losses and gradients instead of timing")
     parser.add_argument("--overheads", action="store_true", help="time only start-up and loggers")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -134,10 +146,17 @@ def main() -> None:
             if arguments.micro_batch:
                 common += ["--per_device_train_batch_size", str(arguments.micro_batch)]
                 common += ["--gradient_accumulation_steps", "1"]
-            measure(folder, arguments.rows, arguments.repeats, common)
+            rows = measure(folder, arguments.rows, arguments.repeats, common)
+            machine = {"model": arguments.model, "micro_batch": arguments.micro_batch, "repeats": arguments.repeats}
+            machine |= {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0))}
+            rows = [machine | row for row in rows]
+            print(page_table(rows))
+            if arguments.save:
+                save(rows)
 
 
-def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> None:
+def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> list[dict]:
+    """Run the rows in turns, and return the figures of each."""
     if not find_spec("trl"):
         skipped = [name for name in names if ROWS[name].program.startswith("trl")]
         names = [name for name in names if name not in skipped]
@@ -148,35 +167,60 @@ def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> 
         for name in names:
             load = os.getloadavg()[0]
             result = train(folder, ROWS[name].program, [*common, *ROWS[name].flags])
+            result["load"] = [round(each, 1) for each in (load, os.getloadavg()[0])]
             results[name].append(result)
             rate, peak = result["samples_per_second"], result["peak_mib"]
-            loads = f"load {load:.1f} to {os.getloadavg()[0]:.1f}"
+            loads = "load {} to {}".format(*result["load"])
             print(f"  {repeat + 1}. {name:26s} {rate:8.3f} samples/s {peak:8.0f} MiB, {loads}", flush=True)
-    print(table(results))
+    return [figures(name, results) for name in names]
 
 
-def table(results: dict[str, list[dict]]) -> str:
-    """Table of medians, ranges, and ratios to each row's base."""
-    columns = "row | samples/s | range | CPU s per sample | real tokens/s | model state MiB | peak MiB | speed | "
-    columns += "range | memory | MFU (%) | mean loss"
-    lines = [f"| {columns} |", "|" + " --- |" * 12]
-    for name, runs in results.items():
-        rates = [run["samples_per_second"] for run in runs]
-        rate, peak = statistics.median(rates), statistics.median(run["peak_mib"] for run in runs)
-        base = results.get(ROWS[name].base)
-        ratios = " | | "
-        if base:
-            speeds = [own / run["samples_per_second"] for own, run in zip(rates, base, strict=True)]
-            base_peak = statistics.median(run["peak_mib"] for run in base)
-            speed = f"{statistics.median(speeds):.2f}x | {min(speeds):.2f} to {max(speeds):.2f}"
-            ratios = f"{speed} | {peak / base_peak:.2f}x"
-        tokens = rate * runs[0]["tokens_per_sequence"]
-        spread = f"{min(rates):.3f} to {max(rates):.3f}"
-        cpu_seconds = statistics.median(run["cpu_seconds_per_sample"] for run in runs)
-        own = f"{runs[0]['mfu_percent']} | {runs[0]['loss']:.4f}"
-        measured = f"{rate:.3f} | {spread} | {cpu_seconds:.3f} | {tokens:.0f} | {runs[0]['state_mib']} | {peak:.0f}"
-        lines.append(f"| {name} | {measured} | {ratios} | {own} |")
-    return "\n".join(lines)
+def figures(name: str, results: dict[str, list[dict]]) -> dict:
+    """Return the medians of a row, and its ratios to its base."""
+    runs, base = results[name], results.get(ROWS[name].base)
+    rates = [run["samples_per_second"] for run in runs]
+    rate, peak = statistics.median(rates), statistics.median(run["peak_mib"] for run in runs)
+    found = {
+        "row": name,
+        "samples_per_second": round(rate, 3),
+        "range": [round(min(rates), 3), round(max(rates), 3)],
+        "cpu_seconds_per_sample": round(statistics.median(run["cpu_seconds_per_sample"] for run in runs), 3),
+        "tokens_per_second": round(rate * runs[0]["tokens_per_sequence"]),
+        "state_mib": runs[0]["state_mib"],
+        "peak_mib": round(peak),
+        "mfu_percent": runs[0]["mfu_percent"],
+        "mean_loss": round(runs[0]["loss"], 4),
+        "loads": [run["load"] for run in runs],
+    }
+    if base:
+        speeds = [own / run["samples_per_second"] for own, run in zip(rates, base, strict=True)]
+        found["speed"] = round(statistics.median(speeds), 2)
+        found["speed_range"] = [round(min(speeds), 2), round(max(speeds), 2)]
+        found["memory"] = round(peak / statistics.median(run["peak_mib"] for run in base), 2)
+    return found
+
+
+def save(rows: list[dict]) -> None:
+    """Replace these rows in the file."""
+    replaced = {(row["model"], row["micro_batch"], row["row"]): row for row in [*read_results(), *rows]}
+    lines = ",\n".join(json.dumps(row) for row in replaced.values())
+    RESULTS.write_text(f"[\n{lines}\n]\n")
+
+
+def read_results() -> list[dict]:
+    return json.loads(RESULTS.read_text())
+
+
+def page_table(rows: list[dict]) -> str:
+    """Table of docs/results.md. A run of an older version of this program has no load."""
+    heads = ["Model", "Micro batch", "Row", "Samples/s", "Peak GiB", "MFU (%)", "Speed", "Memory", "Load"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        ratios = [f"{row['speed']:.1f}x", f"{row['memory']:.2f}x"] if "speed" in row else ["", ""]
+        rates = [f"{row['samples_per_second']:.3f}", f"{row['peak_mib'] / 1024:.1f}", row["mfu_percent"] or ""]
+        load = max(map(max, row["loads"]), default="")
+        lines.append([row["model"], row["micro_batch"] or "4 x 4", row["row"], *rates, *ratios, load])
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def compare(folder: Path) -> None:

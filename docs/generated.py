@@ -17,9 +17,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from config import CUSTOM_SIZES, KNOBS, TRAINER_FLAGS, DataArguments, ModelArguments
 from job.directives import gpus_per_node, read_directives
@@ -485,12 +487,16 @@ def fill_in(
 # --- measured and computed numbers
 
 
+@cache
 def load(path: str) -> ModuleType:
-    """Import a program of benchmarks/ or docs/figures/ by its path."""
+    """Import a program of benchmarks/ or docs/figures/ by its path. Its name may be that of a folder of scripts/."""
     file = ROOT / path
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    return import_module(file.stem)
+    specification = spec_from_file_location(f"{file.parent.name}.{file.stem}", file)
+    module = module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 COMMUNICATION = {
@@ -532,6 +538,11 @@ def tensor_parallel() -> None:
 def prediction() -> None:
     benchmark = load("benchmarks/prediction.py")
     show(f"{benchmark.summary(benchmark.read_results())}.")
+
+
+def efficiency_on_a_cpu() -> None:
+    benchmark = load("benchmarks/training.py")
+    show(benchmark.page_table(benchmark.read_results()))
 
 
 def seeds() -> None:

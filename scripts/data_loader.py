@@ -335,9 +335,12 @@ def answer_limit(questions: Dataset, tokenizer: PreTrainedTokenizerBase, max_len
 class OneRow:
     """Collator for ``--padding none``: a micro batch is one row of its questions' tokens (models/padding_free.py).
 
+    The row ends with a few tokens of padding, because a GPU needs time and memory for each new length (`round_up`).
+
     The tensors are int64. input_ids, labels, position_ids: (1, tokens). The first token of a question is not a target,
     because the token before it belongs to another question. rows: (questions, longest), the index of each token in the
-    row, -1 for padding. places: (tokens), the index of each token in the flattened `rows`.
+    row, -1 where there is no token of a question. places: (tokens), the index of each token in the flattened `rows`.
+    The row's padding has places after a question, where no token of a question attends to it.
     """
 
     padding = "none"
@@ -345,18 +348,31 @@ class OneRow:
 
     def __call__(self, questions: list[dict]) -> dict[str, torch.Tensor]:
         lengths = [len(question["input_ids"]) for question in questions]
-        longest = math.ceil(max(lengths) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        places = torch.cat([number * longest + torch.arange(length) for number, length in enumerate(lengths)])
+        longest = round_up(max(lengths), parts=2, largest=128)
         rows = torch.full((len(lengths) * longest,), -1)
+        padding = min(round_up(sum(lengths), parts=4, largest=1024), len(rows)) - sum(lengths)
+        places = torch.cat([number * longest + torch.arange(length) for number, length in enumerate(lengths)])
         rows[places] = torch.arange(len(places))
+        tokens = [token for question in questions for token in question["input_ids"]]
+        labels = [x for question in questions for x in (IGNORED, *question["labels"][1:])]
+        positions = [position for length in lengths for position in range(length)]
         return {
-            "input_ids": torch.tensor([[token for question in questions for token in question["input_ids"]]]),
-            "labels": torch.tensor([[x for question in questions for x in (IGNORED, *question["labels"][1:])]]),
-            "position_ids": positions[None],
+            "input_ids": torch.tensor([tokens + [0] * padding]),
+            "labels": torch.tensor([labels + [IGNORED] * padding]),
+            "position_ids": torch.tensor([positions + [0] * padding]),
             "rows": rows.view(-1, longest),
-            "places": places,
+            "places": torch.cat([places, (rows < 0).nonzero_static(size=padding).flatten()]),
         }
+
+
+def round_up(tokens: int, parts: int, largest: int) -> int:
+    """Round up to a multiple of a power of two: the last up to tokens / parts, but at least 8 and at most `largest`.
+
+    With 4 parts, 1,190 questions of SQuAD give micro batches of 4, 16 and 64 questions at most 9, 4 and 4 lengths, and
+    9, 9 and 5 % of their tokens are padding. For micro batches of 4, coarser steps would give 5 lengths and 16 %.
+    """
+    multiple = min(largest, 2 ** (max(tokens // parts, LENGTH_MULTIPLE).bit_length() - 1))
+    return math.ceil(tokens / multiple) * multiple
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DataCollatorForSeq2Seq | OneRow:

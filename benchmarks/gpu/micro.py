@@ -1,6 +1,6 @@
 """Measure parts of a training step on the GPU: run.py starts each measurement of MEASUREMENTS by its name.
 
-    PYTHONPATH=scripts python benchmarks/gpu/micro.py losses
+    python benchmarks/gpu/micro.py losses
 
 It prints a RESULT line of JSON for each variant: the median milliseconds of ten calls, and the peak of the memory that
 a call adds (`extra_gib`). Tensors are random, with the shapes of bloom-560m. Without a GPU they are tiny.
@@ -14,10 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -127,6 +130,89 @@ def attend(qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
     F.scaled_dot_product_attention(*qkv, mask, is_causal=mask is None).sum().backward()
 
 
+def one_row() -> None:
+    """Attention of a row of questions without padding, with alibi: as today, and with one kernel for all questions."""
+    from data_loader import OneRow
+
+    for questions in (4, 16, 64) if GPU else (2,):
+        lengths = [60 + 53 * number % 223 for number in range(questions)]
+        batch = OneRow()([dict.fromkeys(("input_ids", "labels"), [1] * length) for length in lengths])
+        row = RowOfQuestions({name: tensor.to(DEVICE) for name, tensor in batch.items()}, lengths)
+        for function in (row.today, row.make_block_mask, row.flex, row.varlen):
+            variant = f"{questions} questions, {function.__name__}"
+            try:
+                show(variant, **measure(function))
+            except (ImportError, TypeError, RuntimeError) as error:  # this device or this PyTorch has no such kernel
+                show(variant, unavailable=str(error)[:120])
+
+
+class RowOfQuestions:
+    """Queries, keys and values of a row, with the heads of bloom-560m, and functions that attend forward and back."""
+
+    def __init__(self, batch: dict[str, torch.Tensor], lengths: list[int]):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        from models.padding_free import Layout
+
+        self.layout = Layout()
+        self.layout.rows, self.layout.places = batch["rows"].clamp(min=0), batch["places"]
+        self.tokens, longest = batch["labels"].numel(), batch["rows"].shape[1]
+        heads, size = (16, 64) if GPU else (2, 16)
+        self.qkv = random(1, self.tokens, 3 * heads * size, dtype=torch.bfloat16, gradient=True)
+        self.shape = (heads, 3, size)
+        self.slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=DEVICE) / heads)  # (H)
+        places = torch.arange(longest, device=DEVICE)
+        distances = self.slopes[:, None, None] * (places - places[:, None])  # (H, L, L)
+        later = places > places[:, None]
+        self.mask = distances.masked_fill(later, torch.finfo(torch.bfloat16).min).bfloat16()[None]  # (1, H, L, L)
+        ends = torch.tensor([*lengths, self.tokens - sum(lengths)], device=DEVICE).cumsum(0)  # padding is the last
+        self.question = torch.bucketize(torch.arange(self.tokens, device=DEVICE), ends, right=True)  # (T)
+        self.ends = F.pad(ends, (1, 0)).int()
+        self.longest = max(longest, self.tokens - sum(lengths))
+        self.flex_attention = torch.compile(flex_attention, dynamic=False) if GPU else flex_attention
+
+    def heads(self, qkv: torch.Tensor) -> list[torch.Tensor]:
+        return [part.transpose(1, 2) for part in qkv.unflatten(-1, self.shape).unbind(-2)]  # (B, H, L, K)
+
+    def today(self) -> None:
+        out = F.scaled_dot_product_attention(*self.heads(self.layout.pad(self.qkv)), attn_mask=self.mask)
+        self.layout.unpad(out.transpose(1, 2).flatten(2)).sum().backward()
+
+    def make_block_mask(self) -> None:
+        """Once for each micro batch, and not for each layer."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        question = self.question
+        own = lambda b, h, query, key: (query >= key) & (question[query] == question[key])  # noqa: E731
+        self.block_mask = create_block_mask(own, None, None, self.tokens, self.tokens, device=DEVICE.type)
+
+    def flex(self) -> None:
+        slopes = self.slopes
+        alibi = lambda score, b, h, query, key: score + slopes[h] * (key - query)  # noqa: E731
+        out = self.flex_attention(*self.heads(self.qkv), score_mod=alibi, block_mask=self.block_mask)
+        out.transpose(1, 2).flatten(2).sum().backward()
+
+    def varlen(self) -> None:
+        """Without alibi, as a model with RoPE needs it."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        query, key, value = self.qkv[0].unflatten(-1, self.shape).unbind(-2)  # (T, H, K)
+        lengths = (self.ends, self.ends, self.longest, self.longest)
+        varlen_attn(query, key, value, *lengths, window_size=(-1, 0)).sum().backward()
+
+
+def weights() -> None:
+    """Copies of the matrices of bloom-560m's blocks in bf16, as autocast makes them, and a step of AdamW over them."""
+    size, layers = (1024, 24) if GPU else (32, 2)
+    shapes = [(3 * size, size), (size, size), (4 * size, size), (size, 4 * size)] * layers
+    matrices = [torch.nn.Parameter(random(*shape)) for shape in shapes]
+    show("copies in bf16", **measure(lambda: [matrix.bfloat16() for matrix in matrices]))
+    for matrix in matrices:
+        matrix.grad = torch.zeros_like(matrix)
+    for flag in ("fused", "foreach"):
+        show(f"{flag} AdamW", **measure(torch.optim.AdamW(matrices, **{flag: True}).step))
+
+
 def gelu() -> None:
     """Forward and backward pass of BLOOM's own GELU and of PyTorch's."""
     from transformers.models.bloom.modeling_bloom import BloomGelu
@@ -140,7 +226,7 @@ def gelu() -> None:
 
 
 def energy() -> None:
-    """NVML's energy counter against the mean of its power readings, over five seconds of three loads each."""
+    """NVML's energy counter against the mean of its power readings, over three seconds of three loads each."""
     import pynvml
 
     from shared.nvml import find_gpu
@@ -151,14 +237,14 @@ def energy() -> None:
     loads["copy"] = lambda: [x.clone() for _ in range(200)]
     for name, load in loads.items():
         watts, start, joules = [], time.monotonic(), pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
-        while time.monotonic() < start + 5:
+        while time.monotonic() < start + 3:
             seconds(load)
             watts.append(pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000)
         joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000 - joules
         show(name, counter_watts=joules / (time.monotonic() - start), power_draw_watts=statistics.fmean(watts))
 
 
-MEASUREMENTS = {each.__name__: each for each in (ceilings, losses, attention, gelu, energy)}
+MEASUREMENTS = {each.__name__: each for each in (ceilings, losses, attention, one_row, weights, gelu, energy)}
 
 if __name__ == "__main__":
     MEASUREMENTS[sys.argv[1]]()

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from items import GROUPS, ITEMS, QUESTIONS, REPOSITORY, Item
+from items import GROUPS, ITEMS, QUESTIONS, REPOSITORY, SMOLLM2, Item
 from processes import become, kill, starter, wait
 
 from checks.machine import last_line
@@ -48,6 +48,8 @@ class Session:
         words = [*item.flags.split(), *flags]
         if item.steps:
             words += ["--max_steps", str(min(item.steps, CPU_STEPS) if self.cpu else item.steps)]
+        if self.cpu and item.program == "scripts/gpu_check.py":
+            words.append("--cpu")
         argv = [str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in [item.program, *words]]
         variables = self.environment | item.variables | ({"MAX_LENGTH": "128"} if self.cpu else {}) | {"JOB_ID": job}
         log = self.folder / f"{job}.log"
@@ -153,6 +155,8 @@ def compare_resumed(codes: list[int | None], whole: tuple[dict, dict], resumed: 
 def make_model(folder: Path, cpu: bool) -> None:
     """Save bloom-560m with random weights, or tiny-bloom, and a tokenizer that is trained on the questions.
 
+    Also save the sizes of further models. The runs draw their weights.
+
     All items load these weights, which is faster than to draw them again for each item.
     """
     from config import DataArguments, ModelArguments
@@ -162,6 +166,11 @@ def make_model(folder: Path, cpu: bool) -> None:
     tokens = min(32768, config.vocab_size)
     train_tokenizer(DataArguments(dataset=QUESTIONS["DATASET"]), tokens).save_pretrained(folder)
     random_model(config, 42).save_pretrained(folder)
+    for name, sizes in SMOLLM2.items():
+        sizes |= {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
+        sizes |= {"num_hidden_layers": 1, "hidden_size": 8 * sizes["num_attention_heads"]} if cpu else {}
+        folder.with_name(name).mkdir(exist_ok=True)
+        (folder.with_name(name) / "config.json").write_text(json.dumps(sizes))
 
 
 def results_page(rows: list[dict]) -> str:
@@ -203,7 +212,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(folder, arguments.cpu, not arguments.no_fork)
     rows = []
-    if any(item.variables.get("MODEL_NAME") == "./model" for item in items):
+    if any(item.variables.get("TOKENIZER_NAME") == "./model" for item in items):
         make_model(folder / "model", arguments.cpu)
     with (folder / "items.jsonl").open("w", buffering=1) as lines:
         for item in items:

@@ -37,7 +37,7 @@ from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import device_rules, forward_pass, model_without_storage
 from measure.measured_memory import gradient_tensors, optimizer_tensors
 from measure.profiling import mark_phases
-from models.chunked_loss import next_tokens, use_chunked_loss
+from models.chunked_loss import use_chunked_loss
 from models.lora import add_adapters
 from rehearsal.observer import ObservedStep, Observer
 from settings.settings import Settings
@@ -92,7 +92,7 @@ class FakeTrainer(WorkshopTrainer):
         batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
         for batch in batches:
             if "label_count" in batch:  # the chunked loss needs a number, and a count of fake labels has no value
-                batch["label_count"] = next_tokens(batch["labels"]).numel() - len(batch.get("rows", batch["labels"]))
+                batch["label_count"] = len(batch.get("rows", batch["labels"])) * (self.length - 1)
         return batches, labels_in_step
 
     def begin_last_step(self) -> None:

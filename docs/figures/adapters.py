@@ -1,14 +1,19 @@
 """Compute the tables of bloom-7b1 in docs/lora.md, and draw its figure: what a rank holds with and without LoRA.
 
-PYTHONPATH=scripts python docs/figures/adapters.py
+python docs/figures/adapters.py
 
 The bytes follow from formulas for parameters, gradients, optimizer state and DDP's buckets. Activations are left out.
 """
+
+import sys
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from estimate.command_line import parse_memory_plan
 from estimate.model_shape import Shape, trace_shape

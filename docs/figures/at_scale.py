@@ -1,12 +1,15 @@
 """Compute the table of docs/dimensions.md, "At the scale that nobody here has", and the numbers of at-scale.svg.
 
-PYTHONPATH=scripts python docs/figures/at_scale.py
+python docs/figures/at_scale.py
 
 The bytes are those of scripts/estimate_memory.py, for a custom GPT with micro batch 4.
 """
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from estimate.command_line import parse_plan
 from estimate.communication import bytes_between_nodes, sent_bytes

@@ -1,6 +1,6 @@
 """Compute the numbers of docs/dimensions.md, pipeline.md and long-texts.md: memory and messages of each dimension.
 
-PYTHONPATH=scripts python docs/figures/dimensions.py
+python docs/figures/dimensions.py
 
 The example is a step of 32 questions of 512 tokens with bloom-7b1 in bf16, on 8 GPUs that are all used for one
 dimension. The model state is that of scripts/estimate_memory.py. The bytes sent along data and shard are those of
@@ -9,10 +9,13 @@ their messages follow from the definition of the method, with 16-bit activations
 with a paper, a count or arithmetic by hand.
 """
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from estimate.command_line import parse_plan
 from estimate.communication import sent_bytes

@@ -1,9 +1,14 @@
 """Draw the figures of the pages.
 
-PYTHONPATH=scripts python docs/figures/draw.py
+python docs/figures/draw.py
 
 Each family of figures has a file. Its FIGURES are the names of the figures and the functions that draw them.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import adapters
 import batch_size

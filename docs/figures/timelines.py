@@ -1,6 +1,6 @@
 """Figures that show what ranks do over time.
 
-PYTHONPATH=scripts python docs/figures/timelines.py "title=profile/4711" ...      # copy new traces into profile.json
+python docs/figures/timelines.py "title=profile/4711" ...      # copy new traces into profile.json
 
 profile.svg shows real traces, and the figures of pipelines show real runs (measure_pipeline.py). The others are
 drawings.
@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "scripts"))
 
 from style import PHASES, figure_with_legend
 

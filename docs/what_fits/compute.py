@@ -1,6 +1,6 @@
 """Compute numbers.json for the page "What fits where" (docs/what-fits.md), with the code of the estimates.
 
-PYTHONPATH=scripts python docs/what_fits/compute.py      # a quarter of an hour on two cores
+python docs/what_fits/compute.py      # a quarter of an hour on two cores
 
 In the reader's browser the page only adds numbers and takes the largest sum. numbers.json has the terms of these sums:
 for each model, precision, accumulation and layout (nodes x GPUs of a node), the memory and messages of a rank under
@@ -10,6 +10,7 @@ The file has only the operations after which the memory is largest for some micr
 
 import json
 import re
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, Qwen2Config
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from distributed.config_file import read_config_file
 from distributed.strategy import choose_strategy

@@ -438,7 +438,11 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
 
     head = model.get_output_embeddings()
     vocabulary = head.out_features  # the whole vocabulary, even if tensor parallelism cuts the weight
-    counting = AliveBytes(forward.tokens * vocabulary, vocabulary, head.weight.shape)
+    tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
+    inputs = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+    if forward.one_row:
+        inputs = OneRow()([{"input_ids": row, "labels": row} for row in [[1] * forward.length] * forward.batch])
+    counting = AliveBytes(inputs["input_ids"].numel() * vocabulary, vocabulary, head.weight.shape)
     for parameter in model.parameters():
         counting.add(parameter, "parameters and their gradients")
         if parameter.requires_grad:
@@ -450,10 +454,6 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     if blocks:
         begin_with_gradient(blocks[-1].register_forward_hook, "blocks", counting)
         begin_with_gradient(blocks[0].register_forward_pre_hook, "embedding", counting)
-    tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
-    inputs = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
-    if forward.one_row:
-        inputs = OneRow()([{"input_ids": row, "labels": row} for row in [[1] * forward.length] * forward.batch])
     with counting, device_rules(forward.on_cpu):
         with autocast(forward):
             loss = model(**inputs, use_cache=False).loss

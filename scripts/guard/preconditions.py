@@ -30,6 +30,11 @@ from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import file_system_errors, short_reason
 
+# Graphs of one function, after which torch.compile leaves the function as it is. By default it has 8. An epoch without
+# padding has up to 19 pairs of lengths (data_loader.py), each with a graph if ACCELERATE_DYNAMO_USE_DYNAMIC is False
+RECOMPILE_LIMIT = 64
+
+
 # 1. The model and its settings
 
 
@@ -114,6 +119,7 @@ def check_torch_compile(args: Any) -> None:
     # With this variable, accelerate compiles one block and reuses it for all blocks of the same class. This saves
     # minutes, and the hooks of FSDP and DeepSpeed stay outside the compiled code
     os.environ.setdefault("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     watchdog.progress("trying torch.compile")
     backend = args.torch_compile_backend
     trial = torch.compile(torch.sin, backend=backend, mode=args.torch_compile_mode)

@@ -38,6 +38,8 @@ class SDPABloomModel(BloomModel):
 
     layout = PADDED
 
+    # torch.compile would inline this method, and use the mask of transformers, which has no distances
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         modeling_bloom.create_causal_mask = partial(distances_and_mask, layout=self.layout)
         try:

@@ -1,12 +1,13 @@
 """Training without padding, for `--padding none`: a micro batch is one row with the tokens of its questions in order.
 
-All layers but the attention process each token separately, so they compute the row as it is. Only the attention still
-pads. It must not mix questions, so it copies queries, keys and values of each question into a row of their own
-(`Layout.pad`), padded to the longest question, and copies its output back (`Layout.unpad`). All padding comes after the
-real tokens of its row, so under a causal mask no real token attends to it.
+All layers but the attention process each token separately, so they compute the row as it is. The row ends with a few
+tokens of padding, which no question sees (`data_loader.OneRow`). Only the attention pads each question. It must not mix
+questions, so it copies queries, keys and values of each question into a row of their own (`Layout.pad`), padded to the
+longest question, and copies its output back (`Layout.unpad`). All padding comes after the real tokens of its row, so
+under a causal mask no real token attends to it.
 
-Shapes: T tokens of the one row, B questions, L tokens of the longest question (rounded up to a multiple), S numbers per
-token, H heads, K head size.
+Shapes: T tokens of the one row, B questions, L tokens of the longest question (rounded up), S numbers per token, H
+heads, K head size.
 
 transformers can also train on such rows, but computes the attention of the whole row under a mask. If use_cache is
 true, it leaves out this mask without a warning, and questions see each other.

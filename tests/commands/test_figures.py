@@ -86,7 +86,7 @@ def test_a_figure_follows_from_its_script_and_its_texts_do_not_overlap(draw, dra
     figure = draw.FIGURES[name]()
     draw.save(figure, name, tmp_path)
     same = (tmp_path / f"{name}.svg").read_text(encoding="utf-8") == svg(name)
-    assert same, f"{name}.svg is old: run PYTHONPATH=scripts python docs/figures/draw.py and commit"
+    assert same, f"{name}.svg is old: run python docs/figures/draw.py and commit"
     places = drawn_texts(figure)
     for text, place in places.items():
         assert figure.bbox.contains(*place.min) and figure.bbox.contains(*place.max), f"{text} leaves the figure"

@@ -1,16 +1,23 @@
-"""Tests of benchmarks/gpu: one item of each kind on the CPU with tiny models, and what makes an item fail."""
+"""Tests of benchmarks/gpu: one item of each kind on the CPU with tiny models, and what makes an item fail.
 
+One test starts benchmarks/training.py, the benchmark of docs/results.md.
+"""
+
+import itertools
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from gpu_check import rank_rows
 from helpers import REPOSITORY, inherited, program
 
 run = program("benchmarks/gpu/run.py")
 ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload", "resume-plain"]
-ITEMS += ["micro-ceilings", "micro-losses", "micro-attention", "micro-gelu"]
+ITEMS += ["micro-ceilings", "micro-losses", "micro-attention", "micro-gelu", "micro-one_row", "micro-weights"]
+ITEMS += ["before-16", "after-16", "zero1-16", "smollm2-360m-4", "ranks-one_rank"]
 
 
 def test_each_kind_of_item_completes_on_the_cpu(tmp_path):
@@ -27,6 +34,29 @@ def test_each_kind_of_item_completes_on_the_cpu(tmp_path):
     full = lines["full, torch.bfloat16, 96 tokens"]
     assert full["ms"] > 0 and full["loss_error"] < 0.01
     assert len(rows["micro-gelu"]["lines"]) == 2
+    before, after = (
+        json.loads((tmp_path / f"out/results/{name}.json").read_text())["train"] for name in ("before-16", "after-16")
+    )
+    assert after["loss_mean"] == pytest.approx(before["loss_mean"], abs=1e-5)
+    assert before["padding_tokens"] == 0 < after["padding_tokens"], "only the rows of today are rounded up"
+
+
+def test_items_have_names_of_their_own_and_the_first_four_minutes_decide():
+    """A guard is the longest time of an item. The rows of gpu_check.py exist, so that no item ends at once."""
+    names = [item.name for item in run.ITEMS]
+    assert len(names) == len({*names})
+    first = itertools.takewhile(lambda item: not item.name.endswith("-again"), run.GROUPS["fast2"])
+    assert {item.name.split("-")[0] for item in first} == {"before", "after", "compiled", "zero1"}
+    rows = {row.name for row in rank_rows(4)}
+    assert {row for item in run.GROUPS["ranks"] for row in item.flags.split(" --rows ")[1].split()} <= rows
+
+
+def test_the_benchmark_of_the_cpu_starts_its_children_and_prints_its_table(tmp_path):
+    words = [sys.executable, str(REPOSITORY / "benchmarks/training.py")]
+    words += ["--model", "tiny", "--repeats", "1", "--rows", "all"]
+    done = subprocess.run(words, cwd=tmp_path, env=inherited(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\| tiny \| 4 x 4 \| all \| \d+\.\d{3} \| ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
 
-from helpers import REPOSITORY
+from helpers import REPOSITORY, inherited
 from workbench import Bench
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -21,6 +23,44 @@ def test_help_opens_with_the_purpose_and_commands_to_copy(path, server, tmp_path
     assert beginning.index(purpose) < 8, "the purpose must be among the first lines"
     words = rf"\s*(((PYTHONPATH=\S+ )?python|torchrun|srun) .*{path.name}|experiments/{path.stem}\.sh )"
     assert [line for line in beginning if re.match(words, line)]
+
+
+# Each program is a fork of a process that has imported libraries, but none of our modules. A program with --help shows
+# its docstring. One without is only imported
+START_ALL = """
+import multiprocessing, os, runpy, sys
+import datasets, deepspeed, matplotlib.pyplot, torch, transformers.trainer
+def start(path, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    sys.argv[:] = [path, "--help"]
+    sys.path[0] = os.path.dirname(path)
+    runpy.run_path(path, run_name="__main__" if "__doc__" in open(path).read() else "imported")
+programs = sys.argv[1:]
+for path in programs:
+    process = multiprocessing.get_context("fork").Process(target=start, args=(path, path.replace("/", "-")))
+    process.start()
+    process.join()
+    print(f"{path} ended with {process.exitcode}")
+"""
+PROGRAMS = [
+    path
+    for folder in ("scripts/*.py", "benchmarks/**/*.py", "exercises/**/*.py", "docs/**/*.py")
+    for path in sorted(REPOSITORY.glob(folder))
+    if '__name__ == "__main__"' in path.read_text()
+]
+
+
+def test_every_program_finds_our_modules_itself(tmp_path):
+    """Without PYTHONPATH, only a program itself can add folders to the path."""
+    environment = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-c", START_ALL, *map(str, PROGRAMS)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    for path in PROGRAMS:
+        log = (tmp_path / str(path).replace("/", "-")).read_text()
+        assert f"{path} ended with 0" in done.stdout, log
+        code = path.read_text()
+        assert (ast.get_docstring(ast.parse(code)).splitlines()[0] in log) == ("__doc__" in code), log
 
 
 USE_KNOB = """

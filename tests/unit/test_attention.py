@@ -109,6 +109,13 @@ def test_sdpa_keeps_one_length_by_length_matrix_for_all_layers(autocast):
     assert kept[1] == 1
 
 
+def test_a_model_that_is_compiled_as_a_whole_keeps_its_distances():
+    _, model = models()
+    inputs = batch("right")
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    assert compiled(**inputs).loss.item() == pytest.approx(model(**inputs).loss.item(), abs=1e-6)
+
+
 def test_attention_that_a_model_lacks_is_refused(refusal):
     """The check needs only a model on the meta device, so it runs before the weights are loaded."""
     assert attention_name(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"))) == "sdpa"
