@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY
-from shell import program, shell_environment
+from shell import program
 from test_dry_run import dry_run
 
 SYSTEM = f"{REPOSITORY}/tests/slurm/bin:/usr/bin:/bin"
@@ -58,5 +58,5 @@ def test_a_host_without_its_packages_or_the_container_is_one_error_line(workshop
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
         assert done.stderr.startswith(ERROR.format(folder, lacks))
     done = dry_run(workshop / "experiments/baseline", CONTAINER="aptainer exec", PATH=f"{host}:{SYSTEM}")
-    error = "error: CONTAINER: there is no program aptainer; correct it in the site file, or load its module in site_setup\n"
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", error)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+    assert done.stderr.startswith("error: CONTAINER: there is no program aptainer; correct it in the site file, or ")
