@@ -4,6 +4,7 @@ tests/slurm runs jobs in a real container.
 """
 
 import shlex
+import shutil
 import subprocess
 import sys
 import venv
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY
-from shell import program
+from shell import program, shell_environment
 from test_dry_run import dry_run
 
 SYSTEM = f"{REPOSITORY}/tests/slurm/bin:/usr/bin:/bin"
@@ -60,3 +61,19 @@ def test_a_host_without_its_packages_or_the_container_is_one_error_line(workshop
     done = dry_run(workshop / "experiments/baseline", CONTAINER="aptainer exec", PATH=f"{host}:{SYSTEM}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
     assert done.stderr.startswith("error: CONTAINER: there is no program aptainer; correct it in the site file, or ")
+
+
+def test_preflight_starts_outside_and_checks_the_packages_inside(workshop, host):
+    """A wrong value ends the dry runs at once, which would take most of the time."""
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, workshop)
+    environment = shell_environment(CONTAINER=CONTAINER, PATH=f"{host}:{SYSTEM}", RANKS_PER_GPU="none")
+    command = [host / "python3", workshop / "scripts/preflight.py", "--quick"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = {line[6:24].strip(): line[:5].strip() for line in done.stdout.splitlines()}
+    passed = {"site": "ok", "packages": "ok", "GPUs": "skip", "cache": "skip", "NCCL_SOCKET_IFNAME": "ok"}
+    assert found == found | passed | {"experiments": "fail"}, done
+    assert done.stdout.endswith("\npreflight: 4 ok, 0 warn, 1 fail, 3 skip\n") and done.returncode == 3
+    environment["CONTAINER"] = "false"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "\nfail  container          no output; correct CONTAINER in the site file\n" in done.stdout
