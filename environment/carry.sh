@@ -23,5 +23,5 @@ if [[ ! -d huggingface ]]; then
   mv huggingface.part huggingface
 fi
 git -C "$repository" bundle create --quiet "$PWD/workshop.bundle" HEAD --branches --tags
-find . -type f ! -name SHA256SUMS -print0 | sort -z | xargs -0 sha256sum >SHA256SUMS
+find wheels huggingface workshop.bundle -type f -print0 | sort -z | xargs -0 sha256sum >SHA256SUMS
 du -sh "$PWD"

@@ -17,8 +17,10 @@ def test_the_folder_lists_each_file_and_holds_the_clone(tmp_path):
     check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
     subprocess.run(check, cwd=folder, check=True)
     subprocess.run(["git", "clone", "--quiet", "workshop.bundle", "clone"], cwd=folder, check=True)
-    assert (folder / "clone/environment/install.sh").read_bytes() == (REPOSITORY / "environment/install.sh").read_bytes()
+    assert (folder / "clone/environment/install.sh").read_bytes() == (
+        REPOSITORY / "environment/install.sh"
+    ).read_bytes()
     listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
-    assert listed == {"./wheels/a file", "./huggingface/a file", "./workshop.bundle"}
+    assert listed == {"wheels/a file", "huggingface/a file", "workshop.bundle"}
     (folder / "wheels/a file").write_text("changed on the way")
     assert subprocess.run(check, cwd=folder, capture_output=True).returncode == 1

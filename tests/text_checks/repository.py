@@ -45,7 +45,6 @@ def expected_lines() -> Iterator[str]:
         "CITATION.cff": f"\nversion: {workshop_version()}\n",
         ".gitignore": "\nexperiments/wandb_key\n",
         "docs/environment.md": older_gpus,
-        "docs/instructor/README.md": older_gpus,
         "experiments/sites/example.sh": older_gpus,
         "scripts/checks/machine.py": older_gpus,
     }
