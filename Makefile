@@ -77,7 +77,7 @@ test-faults: .venv/installed-dev
 
 # An image with the packages, and the folder of `make carry`, train as an ordinary user; for root on Debian, with network
 test-image: .venv/installed-dev
-	$(BIN)/python -m pytest -m image tests/slurm
+	tests/image.sh
 
 # A real pretrained model learns real questions; skipped without its files (data/README.md)
 test-real: .venv/installed-dev
