@@ -1,10 +1,10 @@
-"""Count the calls to a file system until a rank of train.py prints its first line.
+"""Count the files that a rank of train.py opens, and its other calls such as stat, until it prints its first line.
 
     python benchmarks/imports.py     # needs strace, squashfs-tools, squashfuse and fuse3
 
 The environment of this Python lies on disk, or in one squashfs image, which a node mounts or unpacks into its memory.
-The table gives the calls of a rank to the environment, and those of a node to the image. Each is a request to a server
-if the file system is shared and has nothing cached. docs/environment.md shows the results.
+The table has the calls of a rank to the environment, and those of a node to the image. On a shared file system, each
+is a request to its server if nothing is cached. docs/environment.md shows the results.
 """
 
 import os
@@ -16,51 +16,44 @@ from pathlib import Path
 
 from harness import SAMPLE, SCRIPTS
 
-OPEN = re.compile(r"\bopen(at)?\(.*\) = \d")
-READ = re.compile(r"\bp?read(64)?\(")
 KNOBS = {"MODEL_NAME": "tiny-bloom", "DATASET": str(SAMPLE), "TRAIN_SIZE": "4", "EVAL_SIZE": "2", "SAVE_STRATEGY": "no"}
-TRACE = ["strace", "-f", "-qq", "-y", "-s", "1", "-e", "trace=%file,read,pread64,write", "-o"]
+TRACE = ["strace", "-f", "-qq", "-y", "-s", "1", "-e", "trace=%file,write", "-o"]
 
 
 def main() -> None:
     environment = Path(sys.prefix).resolve()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder, image = Path(name), Path(name, "image")
-        mounted, unpacked = folder / "mounted", folder / "unpacked"
+        image, mounted, unpacked, log = (Path(name, part) for part in ("image", "mounted", "unpacked", "log"))
         subprocess.run(["mksquashfs", environment, image, "-quiet", "-no-progress"], check=True)
+        print("| environment | asked by | opened files | other calls |\n| --- | --- | --- | --- |")
+        train(environment, log)
+        show("on disk", "each rank", log, environment)
         mounted.mkdir()
-        print("| environment | asked by | opens | stat and other calls | reads |\n| --- | --- | --- | --- | --- |")
-        show("on disk", "each rank", rank(environment, folder), environment)
-        squashfuse = subprocess.Popen([*TRACE, folder / "fuse.log", "squashfuse", "-f", image, mounted])
+        squashfuse = subprocess.Popen([*TRACE, log, "squashfuse", "-f", image, mounted])
         while not os.path.ismount(mounted):
             squashfuse.poll()
-        rank(mounted, folder)
+        train(mounted, Path(name, "rank"))
         subprocess.run(["fusermount3", "-u", mounted], check=True)
         squashfuse.wait()
-        show("mounted image", "each node", folder / "fuse.log", image)
-        log = folder / "unpack.log"
+        show("mounted image", "each node", log, image)
         subprocess.run([*TRACE, log, "unsquashfs", "-quiet", "-no-progress", "-d", unpacked, image], check=True)
         show("unpacked image", "each node", log, image)
-        rank(unpacked, folder)
+        train(unpacked, log)
 
 
-def rank(environment: Path, folder: Path) -> Path:
-    """Train for a step with this environment, and return the log of its calls up to the first line."""
-    log = folder / "rank.log"
+def train(environment: Path, log: Path) -> None:
+    """Train for a step with this environment. Write its calls into a log."""
     command = [environment / "bin/python", SCRIPTS / "train.py", "--max_steps", "1"]
     variables = os.environ | KNOBS | {"JOB_ID": environment.name.strip("."), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*TRACE, log, *command], cwd=folder, env=variables, stdout=subprocess.PIPE, check=True)
-    lines = log.read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if re.search(r"\bwrite\(1<", line))
-    log.write_text("\n".join(lines[:first]))
-    return log
+    subprocess.run([*TRACE, log, *command], cwd=log.parent, env=variables, stdout=subprocess.PIPE, check=True)
 
 
 def show(case: str, who: str, log: Path, path: Path) -> None:
-    """Print a row: the calls in a log that name this path."""
-    calls = [line for line in log.read_text().splitlines() if str(path) in line]
-    opens, reads = (sum(map(bool, map(pattern.search, calls))) for pattern in (OPEN, READ))
-    print(f"| {case} | {who} | {opens:,} | {len(calls) - opens - reads:,} | {reads:,} |", flush=True)
+    """Print a row: the calls in a log that name this path, up to the first line on stdout."""
+    lines = re.split(r"\bwrite\(1<", log.read_text())[0].splitlines()
+    calls = [line for line in lines if str(path) in line]
+    opened = [line for line in calls if re.search(r"\bopenat\(.*\) = \d", line)]
+    print(f"| {case} | {who} | {len(opened):,} | {len(calls) - len(opened):,} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def inside(words: list[str]) -> Lines:
     last = "no output"
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(python(__file__, "--inside", *words), preexec_fn=end_with_parent, **pipes) as process:
+        assert process.stdout
         for last in process.stdout:
             if (state := last[:5].strip()) in STATES:
                 yield state, last[6:24].strip(), last[25:].strip()

@@ -29,6 +29,7 @@ mkdir "$folder"/{user,slurm}
 chown nobody:nogroup "$folder"/{user,slurm}
 (
   cd "$folder/carry"
+  # shellcheck disable=SC2016
   as_user unshare --user --map-root-user --net sh -euc '
     ip link set lo up
     ! getent hosts pypi.org

@@ -54,21 +54,6 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def container(image: Path, cwd: Path) -> dict[str, str]:
-    """CONTAINER of a job in `cwd`: Charliecloud's ch-run, and an image with this machine's folders. Empty without it.
-
-    image: an empty folder. ch-run itself would start the program in / and bind TMPDIR to /tmp.
-    """
-    words = ["ch-run", "--no-passwd", f"--cd={cwd}"]
-    for path in Path("/").iterdir():
-        if path.is_symlink():
-            (image / path.name).symlink_to(path.readlink())
-        elif path.is_dir():
-            (image / path.name).mkdir()
-            words += [f"--bind={path}"] * (path.name not in ("dev", "proc", "sys", "tmp"))
-    return {"CONTAINER": shlex.join([*words, str(image), "--"])} if shutil.which("ch-run") else {}
-
-
 class Lab:
     """A copy of the repository, and the cluster that its experiments are submitted to."""
 
@@ -85,8 +70,19 @@ class Lab:
         return ":".join([f"{self.root}/tests/slurm/bin", str(Path(sys.executable).parent), *SYSTEM])
 
     def container(self, experiment: str) -> dict[str, str]:
+        """CONTAINER of a job: Charliecloud's ch-run, in an image with this machine's folders. Empty without ch-run.
+
+        By default, ch-run starts a program in /.
+        """
         image = Path(tempfile.mkdtemp(prefix="image-", dir=self.cache.parent))
-        return container(image, self.script(experiment).parent) | {"USER": "root"}
+        words = ["ch-run", "--no-passwd", f"--cd={self.script(experiment).parent}"]
+        for path in Path("/").iterdir():
+            if path.is_symlink():
+                (image / path.name).symlink_to(path.readlink())
+            elif path.is_dir():
+                (image / path.name).mkdir()
+                words += [f"--bind={path}"] * (path.name not in ("dev", "proc", "sys", "tmp"))
+        return {"CONTAINER": shlex.join([*words, str(image), "--"]), "USER": "root"} if shutil.which("ch-run") else {}
 
     def environment(self, **variables: object) -> dict[str, str]:
         """Variables of a job, with only the caller's basic variables. None removes a variable."""

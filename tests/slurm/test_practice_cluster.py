@@ -18,11 +18,10 @@ import pytest
 
 from breakable_cluster import remains, unavailable
 from helpers import RUN_TIMEOUT, inherited, until
-from jobs import SYSTEM, container, copy_repository
+from jobs import SYSTEM, copy_repository
 
 USER = pwd.getpwnam("nobody")
 SMALL = "TRAIN_SIZE=32 EVAL_SIZE=8 BATCH_SIZE=4 EM_F1=False OMP_NUM_THREADS=1"
-TWO_NODES = "experiments/deepspeed-multi-node/2_nodes"
 ENDLESS = f"{SMALL} NUM_EPOCHS=100000 SAVE_STRATEGY=no"
 
 
@@ -51,16 +50,13 @@ class User:
 
     def __init__(self, folder: Path):
         self.root, self.state = copy_repository(folder / "workshop"), folder / "slurm"
-        for name in ("spare", "image"):
-            (folder / name).mkdir()
-        self.container = container(folder / "image", self.root / TWO_NODES)
+        (folder / "spare").mkdir()
         self.open_folders = open_folders([sys.base_prefix, sys.prefix], folder / "spare")
         for path in [folder, *folder.rglob("*")]:
             os.chown(path, USER.pw_uid, USER.pw_gid, follow_symlinks=False)
         path = ":".join([str(Path(sys.executable).parent), *SYSTEM])
         self.environment = inherited() | {"PATH": path, "HOME": str(folder), "HF_HOME": f"{folder}/hf"}
         self.environment.pop("TMPDIR", None)  # this user may not write into a folder of root
-        self.environment["USER"] = USER.pw_name
 
     def cluster(self, verb: str, typed: str = "", sudo: bool = False) -> subprocess.CompletedProcess[str]:
         """Run ``cluster.py VERB`` with these lines as input."""
@@ -108,13 +104,11 @@ def test_an_ordinary_user_practises_and_leaves_nothing(user):
     inside = user.shell("python scripts/cluster.py start 2>&1 || echo $?").splitlines()
     assert inside == ["error: cluster: this shell is already in the cluster; to leave the shell, type exit", "2"]
 
-    contained = " ".join(f"{name}={shlex.quote(words)}" for name, words in user.container.items())
-    train = user.shell(f"cd {TWO_NODES}; {contained} {SMALL} sbatch --parsable *.slurm")
+    train = user.shell(f"cd experiments/deepspeed-multi-node/2_nodes; {SMALL} sbatch --parsable *.slurm")
     until(lambda: user.state_of(train).startswith("COMPLETED"), RUN_TIMEOUT, pause=1)
-    record = user.root / TWO_NODES / "results" / f"{train}.json"
+    record = user.root / "experiments/deepspeed-multi-node/2_nodes/results" / f"{train}.json"
     assert record.stat().st_uid == USER.pw_uid
-    values = json.loads(record.read_text())
-    assert (values["nodes"], values["container"]) == (["node1", "node2"], user.container.get("CONTAINER"))
+    assert json.loads(record.read_text())["nodes"] == ["node1", "node2"]
 
     job = user.shell("sbatch --parsable --nodes=2 --gpus-per-node=4 --output=/dev/null --wrap='srun sleep 1000'")
     until(lambda: user.state_of(job).startswith("RUNNING"))
