@@ -27,7 +27,7 @@ from typing import Any
 from checks.jobs import KEPT, dry_runs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, cache, gpus, interfaces, load_site, packages, partition
 from config import COUNT
-from job.on_node import end_with_parent, handle_signals, python
+from job.on_node import end_with_parent, handle_signals, python_command
 from shared.errors import ENVIRONMENT, OneLineErrors, run_program
 from shared.paths import REPOSITORY
 
@@ -79,7 +79,7 @@ def inside(words: list[str]) -> Lines:
     """Start this program with these arguments in the site's container, and yield its lines."""
     last = "no output"
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(python(__file__, "--inside", *words), preexec_fn=end_with_parent, **pipes) as process:
+    with subprocess.Popen(python_command(__file__, "--inside", *words), preexec_fn=end_with_parent, **pipes) as process:
         assert process.stdout
         for last in process.stdout:
             if (state := last[:5].strip()) in STATES:

@@ -303,11 +303,11 @@ def address_towards(node: str) -> str:
 def plan(job: Job, kind: str, words: list[str]) -> tuple[int, list[str]]:
     """Return the number of tasks that srun starts on each node, 0 without srun, and the command of each task."""
     if kind != "torchrun":
-        return job.ranks if kind == "srun" else 0, on_node.python(*words)
+        return job.ranks if kind == "srun" else 0, on_node.python_command(*words)
     # Use the static rendezvous: c10d executes code that anybody sends to its store
     flags = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks}", "--rdzv-backend=static", f"--rdzv-id={job.id}"]
     flags += [f"--master-addr={os.environ['MASTER_ADDR']}", f"--master-port={os.environ['MASTER_PORT']}"]
-    return 1 if job.nodes > 1 else 0, on_node.python(SCRIPTS / "launch.py", *flags, *words)
+    return 1 if job.nodes > 1 else 0, on_node.python_command(SCRIPTS / "launch.py", *flags, *words)
 
 
 def start(job: Job, command: on_node.Command, kind: str, words: list[str]) -> int:
@@ -364,7 +364,7 @@ def show(job: Job, words: list[str]) -> int:
         available += ["--gpu_memory", gpu]
     os.environ["RANKS_PER_GPU"] = str(math.ceil(job.ranks / job.gpus))  # the site's value is only the limit
     sizes = ["--gpus", str(job.nodes * job.ranks), "--nodes", str(job.nodes)]
-    estimate = on_node.python(SCRIPTS / "estimate_memory.py", "--knobs", *sizes, *available, *words[1:])
+    estimate = on_node.python_command(SCRIPTS / "estimate_memory.py", "--knobs", *sizes, *available, *words[1:])
     return subprocess.run(estimate).returncode
 
 
@@ -402,7 +402,7 @@ def upload(job: Job, stopped: bool) -> None:
     """Upload the job's offline runs to Weights & Biases, if the site says that nodes have network access."""
     if os.environ.get("WANDB_ONLINE") != "1" or not Path("wandb", job.id).is_dir():
         return
-    words = on_node.python(SCRIPTS / "tracking.py", job.id)
+    words = on_node.python_command(SCRIPTS / "tracking.py", job.id)
     # A stopped job has no time for an upload
     if stopped or subprocess.run(words).returncode:
         print(f"not uploaded to Weights & Biases; to upload later, run in this folder: {shlex.join(words)}")

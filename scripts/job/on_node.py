@@ -32,7 +32,7 @@ def main() -> None:
     end_program(run(Command(), sys.argv[1:]))
 
 
-def python(*words: object) -> list[str]:
+def python_command(*words: object) -> list[str]:
     """Return a command that starts Python with these words, in the site's container if it has one."""
     return [*shlex.split(os.environ.get("CONTAINER", "")), "python", *map(str, words)]
 
