@@ -16,17 +16,17 @@ chmod 755 "$folder"
 as_user() { # run the rest of the line as nobody, without the caller's environment
   env -i USER=nobody HOME="$folder/user" PATH=/usr/sbin:/usr/bin:/sbin:/bin setpriv --reuid=nobody --regid=nogroup --clear-groups "$@"
 }
-cluster() { (cd "$folder/user/workshop" && as_user python3 scripts/cluster.py "$1" --folder "$folder/slurm"); }
+cluster() { (cd "$folder/user/workshop" && as_user python3 scripts/cluster.py "$1" --folder "$folder/user/slurm"); }
 finish() {
-  [[ ! -d $folder/slurm ]] || cluster stop || true
+  [[ ! -d $folder/user/slurm ]] || cluster stop || true
   rm -rf "$folder"
 }
 trap finish EXIT
 
 echo '1. The carried folder'
 MODELS=tiny-bloom DATASET=$repository/data/squad_sample.json PYTHON=$repository/.venv/bin/python "$repository/environment/carry.sh" "$folder/carry" >"$folder/log"
-mkdir "$folder"/{user,slurm}
-chown nobody:nogroup "$folder"/{user,slurm}
+mkdir "$folder/user"
+chown nobody:nogroup "$folder/user"
 (
   cd "$folder/carry"
   # shellcheck disable=SC2016
@@ -58,10 +58,9 @@ export OMP_NUM_THREADS=1 EM_F1=False TRAIN_SIZE=96 EVAL_SIZE=16 NUM_EPOCHS=12 GR
 submit() { # FOLDER VARIABLE=VALUE...
   (cd "experiments/$1" && env "${@:2}" sbatch --parsable ./*.slurm)
 }
-submit_in_image() { # outside the image, this python has only requirements-host.txt
-  local -r words="ch-run --cd=$PWD/experiments/$1 --set-env=PATH=/opt/workshop/bin:/usr/bin:/bin $image --"
-  submit "$1" "PATH=$HOME/host/bin:/usr/bin:/bin" "CONTAINER=$words" "${@:2}"
-}
+host=PATH=$HOME/host/bin:/usr/bin:/bin # a python that has only requirements-host.txt
+in_image() { echo "CONTAINER=ch-run --cd=$PWD/$1 --set-env=PATH=/opt/workshop/bin:/usr/bin:/bin $image --"; }
+submit_in_image() { submit "$1" "$host" "$(in_image "experiments/$1")" "${@:2}"; }
 log_of() { cat experiments/{*,*/*}/log/*_"$1".out 2>/dev/null; }
 wait_for() { # JOB CONDITION
   local -r deadline=$((SECONDS + 900))
@@ -81,6 +80,7 @@ kill_rank_1() {
   done
 }
 
+env "$host" "$(in_image "")" python scripts/preflight.py --quick
 plain=$(submit $two "PATH=$HOME/environment/bin:/usr/bin:/bin")
 wait_for "$plain" has_ended
 one=$(submit_in_image baseline SAVE_STRATEGY=no)
@@ -108,5 +108,5 @@ print("as without a container, bit for bit:", *losses[1])
 CHECK
 ! pgrep --full scripts/train.py
 JOBS
-(cd "$folder/user/workshop" && as_user python3 scripts/cluster.py shell --folder "$folder/slurm" <<<"exec bash $folder/jobs.sh $image")
+(cd "$folder/user/workshop" && as_user python3 scripts/cluster.py shell --folder "$folder/user/slurm" <<<"exec bash $folder/jobs.sh $image")
 echo 'passed'
