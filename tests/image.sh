@@ -69,7 +69,7 @@ wait_for() { # JOB CONDITION
     sleep 1
   done
 }
-is_training() { [[ $(log_of "$1") =~ step\ (1[4-9]|[2-9].|1..)\ of ]]; }
+is_training() { [[ $(log_of "$1") = *"'eval_loss'"* ]]; }
 has_ended() { [[ $(squeue --noheader --states=all --job="$1" --format=%T) =~ COMPLETED|FAILED|CANCELLED ]]; }
 kill_rank_1() {
   local process
