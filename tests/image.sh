@@ -106,7 +106,7 @@ assert losses[0] == losses[1] and plain["train"]["loss_mean"] == stopped["train"
 assert ends[3][-1]["reason"].startswith("rank 1 on node"), ends[3]
 print("as without a container, bit for bit:", *losses[1])
 CHECK
-! pgrep --full scripts/train.py
+! pgrep --euid "$(id -u)" --full scripts/train.py
 JOBS
 (cd "$folder/user/workshop" && as_user python3 scripts/cluster.py shell --folder "$folder/user/slurm" <<<"exec bash $folder/jobs.sh $image")
 echo 'passed'
