@@ -1,4 +1,4 @@
-# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | figures | constraints | quick | test | test-experiments | test-faults | test-real | lint | format
+# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | pages | figures | constraints | carry | quick | test | test-experiments | test-faults | test-image | test-real | lint | format
 # (You need Python 3.11 or newer with venv, git and make; for torch.compile also g++)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,6 +53,10 @@ constraints: | $(BIN)/pip
 	  --universal --python-version 3.11 --fork-strategy fewest --no-annotate --custom-compile-command 'make constraints' \
 	  $(addprefix --no-emit-package cuda-,bindings pathfinder toolkit) --output-file constraints.txt -
 
+# All that a centre without internet needs, in build/carry. Variables and the way there: environment/carry.sh
+carry: .venv/installed
+	environment/carry.sh build/carry
+
 # Lint and unit tests in parallel (CONTRIBUTING.md has the times)
 quick: .venv/installed-dev
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
@@ -75,6 +79,10 @@ test-experiments: .venv/installed-dev
 # The further cases of tests of which `test` tries one of each kind: moments of a fault, methods, fp16, LoRA, estimates
 test-faults: .venv/installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadscope -m faults tests
+
+# An image with the packages, and the folder of `make carry`, train as an ordinary user; for root on Debian, with network
+test-image: .venv/installed-dev
+	tests/image.sh
 
 # A real pretrained model learns real questions; skipped without its files (data/README.md)
 test-real: .venv/installed-dev
@@ -120,4 +128,4 @@ $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
-.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check figures constraints quick test unit full test-experiments test-faults test-real lint format
+.PHONY: demo cluster cluster-down preflight gpu-check report docs pages pages-check figures constraints carry quick test unit full test-experiments test-faults test-image test-real lint format

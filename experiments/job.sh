@@ -36,7 +36,7 @@ job_run() { # python|torchrun|srun FILE ARGS...
   local code=0
   job_note_origin experiment
   EARLIER_SIGNALS=$NOTED_SIGNALS # run_job.py reads these itself
-  (trap '' TERM INT HUP USR1 USR2 && exec python "$ROOT/scripts/run_job.py" "$@") &
+  (trap '' TERM INT HUP USR1 USR2 && exec "$JOB_PYTHON" "$ROOT/scripts/run_job.py" "$@") &
   CHILD=$!
   # Wait with `read`, which a signal interrupts. During `wait`, a signal may make bash lose the exit code of run_job.py
   while kill -0 "$CHILD" 2>/dev/null; do

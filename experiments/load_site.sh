@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Find the site and load its variables. job.sh and submit.sh source this file. preflight.py and watch.sh
-# start it with a command, which then runs in the environment of a job:
+# start it with a command, which then runs in the environment of a job, outside CONTAINER:
 #     SITE=laptop bash experiments/load_site.sh python -c 'import sys; print(sys.prefix)'
 # The site is $SITE, or else the name in experiments/site. The site's file, experiments/sites/NAME.sh, sets knobs and
 # defines site_setup, which puts the site's python first on PATH.
@@ -44,16 +44,28 @@ job_check_site() {
   fi
 }
 
-job_load_site() { # load the site's variables and put its python first on PATH; call this under set -a to export them
+job_check_python() { # without this, an older Python fails to parse run_job.py
+  local -r needed='import importlib.util, shutil, sys
+needed = {"Python 3.11 or newer": sys.version_info >= (3, 11), "pydantic": importlib.util.find_spec("pydantic")}
+needed["psrecord"] = shutil.which("psrecord") or not sys.argv[1]
+print(", ".join(name for name in needed if not needed[name]))'
+  local lacks
+  lacks=$("$JOB_PYTHON" -c "$needed" "${CONTAINER:-}" 2>/dev/null) || lacks="Python 3.11 or newer"
+  if [[ -n $lacks ]]; then
+    job_fail "requirements${CONTAINER:+-host}.txt" "$JOB_PYTHON does not have: $lacks" "install this file with Python 3.11 or newer, and activate that environment in site_setup of experiments/sites/$SITE.sh" 3
+  fi
+}
+
+job_load_site() { # load the site's variables and choose JOB_PYTHON; call this under set -a to export them
   # shellcheck source=experiments/sites/laptop.sh
   source "$SITE_FILE"
   # module and conda define functions, which set -a would export, and read unset variables, which set -u forbids
   set +au
   site_setup
   set -au
-  if ! command -v python >/dev/null; then
+  JOB_PYTHON=$(command -v python || { [[ -n ${CONTAINER:-} ]] && command -v python3; }) ||
     job_fail "experiments/sites/$SITE.sh" "there is no python after site_setup" "activate the environment there" 3
-  fi
+  job_check_python
 }
 
 if [[ ${BASH_SOURCE[0]} = "$0" ]]; then
@@ -63,5 +75,6 @@ if [[ ${BASH_SOURCE[0]} = "$0" ]]; then
   job_find_site
   echo "site: $SITE" >&2
   job_load_site >&2
+  [[ $1 != python ]] || set -- "$JOB_PYTHON" "${@:2}"
   exec "$@"
 fi

@@ -34,7 +34,7 @@ leave_out_large_jobs() { # remove the scripts from `scripts` that need more GPUs
   [[ -n ${GPUS_PER_NODE:-} ]] || return 0
   found=$(
     set -a && export GPUS_PER_NODE
-    job_load_site >&2 && cd "$ROOT/scripts" && python -m job.directives "${scripts[@]}"
+    job_load_site >&2 && cd "$ROOT/scripts" && "$JOB_PYTHON" -m job.directives "${scripts[@]}"
   ) || exit
   [[ -n $found ]] || return 0
   mapfile -t scripts < <(printf '%s\n' "${scripts[@]}" | grep -vxF "$found")

@@ -6,6 +6,9 @@
 job.sh passes on the signals that Slurm sends to its shell, and this program passes them on to the training, all but
 USR1 as TERM. It ends with the exit code of the rank that failed first. If no rank failed, it ends with that of the run
 record.
+
+The programs that train or measure run in the site's CONTAINER, if it has one. This program, srun, on_node.py and the
+memory loggers stay outside. They need the packages of requirements-host.txt only.
 """
 
 import contextlib
@@ -143,6 +146,10 @@ def check(job: Job, words: list[str]) -> None:
     # A script of another folder would write its results here, under a wrong name
     if ".slurm" in script and not (os.path.isdir(folder) and os.path.samefile(folder, ".")):
         raise WorkshopError(script, f"it does not belong to this folder, {os.getcwd()}", "start it in its own folder")
+    container = shlex.split(os.environ.get("CONTAINER", ""))
+    if container and not shutil.which(container[0]):
+        remedy = "correct it in the site file, or load its module in site_setup"
+        raise WorkshopError("CONTAINER", f"there is no program {container[0]}", remedy, ENVIRONMENT)
     if job.slurm_id:
         check_allocation(job, words)
     elif job.dry_run and job.asked_gpus > whole_number("GPUS_PER_NODE", str(job.asked_gpus)) * job.ranks_per_gpu:
@@ -296,11 +303,11 @@ def address_towards(node: str) -> str:
 def plan(job: Job, kind: str, words: list[str]) -> tuple[int, list[str]]:
     """Return the number of tasks that srun starts on each node, 0 without srun, and the command of each task."""
     if kind != "torchrun":
-        return job.ranks if kind == "srun" else 0, ["python", *words]
+        return job.ranks if kind == "srun" else 0, on_node.python_command(*words)
     # Use the static rendezvous: c10d executes code that anybody sends to its store
     flags = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks}", "--rdzv-backend=static", f"--rdzv-id={job.id}"]
     flags += [f"--master-addr={os.environ['MASTER_ADDR']}", f"--master-port={os.environ['MASTER_PORT']}"]
-    return 1 if job.nodes > 1 else 0, ["python", str(SCRIPTS / "launch.py"), *flags, *words]
+    return 1 if job.nodes > 1 else 0, on_node.python_command(SCRIPTS / "launch.py", *flags, *words)
 
 
 def start(job: Job, command: on_node.Command, kind: str, words: list[str]) -> int:
@@ -318,8 +325,8 @@ def start(job: Job, command: on_node.Command, kind: str, words: list[str]) -> in
         return on_node.run(command, task)
     sizes = [f"--nodes={job.nodes}", f"--ntasks={job.nodes * tasks}", f"--ntasks-per-node={tasks}"]
     # Without --kill-on-bad-exit, the other ranks would wait forever for a failed rank
-    srun = ["srun", *sizes, "--kill-on-bad-exit=1", "--cpu-bind=none", "python", "-P", str(SCRIPTS / "job/on_node.py")]
-    command.start([*srun, *task])
+    srun = ["srun", *sizes, "--kill-on-bad-exit=1", "--cpu-bind=none"]
+    command.start([*srun, sys.executable, "-P", str(SCRIPTS / "job/on_node.py"), *task])
     return command.wait()
 
 
@@ -357,7 +364,7 @@ def show(job: Job, words: list[str]) -> int:
         available += ["--gpu_memory", gpu]
     os.environ["RANKS_PER_GPU"] = str(math.ceil(job.ranks / job.gpus))  # the site's value is only the limit
     sizes = ["--gpus", str(job.nodes * job.ranks), "--nodes", str(job.nodes)]
-    estimate = ["python", str(SCRIPTS / "estimate_memory.py"), "--knobs", *sizes, *available, *words[1:]]
+    estimate = on_node.python_command(SCRIPTS / "estimate_memory.py", "--knobs", *sizes, *available, *words[1:])
     return subprocess.run(estimate).returncode
 
 
@@ -395,7 +402,7 @@ def upload(job: Job, stopped: bool) -> None:
     """Upload the job's offline runs to Weights & Biases, if the site says that nodes have network access."""
     if os.environ.get("WANDB_ONLINE") != "1" or not Path("wandb", job.id).is_dir():
         return
-    words = ["python", str(SCRIPTS / "tracking.py"), job.id]
+    words = on_node.python_command(SCRIPTS / "tracking.py", job.id)
     # A stopped job has no time for an upload
     if stopped or subprocess.run(words).returncode:
         print(f"not uploaded to Weights & Biases; to upload later, run in this folder: {shlex.join(words)}")

@@ -40,6 +40,10 @@ site_setup() {
 # : "${REQUEUE:=1}" "${MAX_RESTARTS:=10}"
 # export SBATCH_REQUEUE=1 # needed if "scontrol show config" shows JobRequeue = 0
 
+# --- An image instead of the environment of step 4 (docs/cluster.md): site_setup then activates a Python 3.11 that has
+# requirements-host.txt. These words start python in the image:
+# : "${CONTAINER:=apptainer exec --nv --bind /scratch /scratch/workshop.sif}"
+
 # --- Ranks that may share a GPU, so that a job gets its ranks on fewer GPUs. Such a run has no speed.
 # : "${RANKS_PER_GPU:=4}"
 

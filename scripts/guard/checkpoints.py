@@ -325,6 +325,8 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
 
+        # Before 3.11.4, Python pickles a member of an enum as a call of getattr, which may not be loaded again
+        ZeroStageEnum.__reduce_ex__ = lambda member, protocol: (ZeroStageEnum, (member.value,))
         add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 

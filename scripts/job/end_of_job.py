@@ -397,6 +397,8 @@ def end_attempt(path: Path, run_dir: Path, attempt: Attempt, exit_code: int, tim
         print(f"error: {problem}", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
     lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]
+    if container := os.environ.get("CONTAINER"):
+        lines.append(f"container: {container}")
     lines += summary(path.stem, record, code, noted, earlier)
     print("\n".join(["", "=" * 60, *lines, "=" * 60]))
     return End(code, record)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -29,6 +30,11 @@ SECONDS_FOR_LOGGER = 5  # to end after SIGTERM
 
 def main() -> None:
     end_program(run(Command(), sys.argv[1:]))
+
+
+def python_command(*words: object) -> list[str]:
+    """Return a command that starts Python with these words, in the site's container if it has one."""
+    return [*shlex.split(os.environ.get("CONTAINER", "")), "python", *map(str, words)]
 
 
 def end_program(code: int) -> NoReturn:

@@ -19,6 +19,7 @@ OF_A_JOB = {
     "EXPERIMENTS_FOLDER": "job.sh load_site.sh submit.sh -> load_site.sh site",
     "JOB_ID": "user job.sh demo.py checks/jobs.py -> run_job.py measure_bandwidth.py job/on_node.py"
     " distributed/watchdog.py records/run_environment.py",
+    "JOB_PYTHON": "load_site.sh -> job.sh submit.sh",
     "JOB_SCRIPT": "job.sh -> run_job.py",
     "JOB_SHELL": "job.sh -> run_job.py",
     "KNOB_ORIGINS": "job.sh -> run_job.py settings/command_line.py",
@@ -53,6 +54,7 @@ VARIABLES = {
     **OF_A_JOB,
     **OF_A_RANK,
     # What a user or a site chooses for all jobs
+    "CONTAINER": "user -> preflight.py run_job.py job/end_of_job.py job/on_node.py records/writer.py",
     "CUDA_DEVICE_ORDER": "user job.sh -> CUDA",
     "CUDA_VISIBLE_DEVICES": "user Slurm demo.py gpu_check.py distributed/process_group.py settings/command_line.py"
     " -> gpu_check.py run_job.py job/on_node.py shared/before_imports.py CUDA",

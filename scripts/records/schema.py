@@ -215,6 +215,7 @@ class Record(Part):
     # The job's bandwidth test: bus_bandwidth_gb_per_s, ranks, message_bytes, iterations (measured all-reduces),
     # backend, algorithm, transport
     bandwidth: dict[str, Any] | None = None
+    container: str | None = None  # the words of CONTAINER, which name the image
     versions: dict[str, str] = {}  # versions of the workshop (from pyproject.toml), Python and packages
     knobs: dict[str, KnobValues] = {}
     settings: RecordedSettings = RecordedSettings()

@@ -132,6 +132,7 @@ class RunRecord:
             "hardware": hardware(len(hosts)),
             "git": git_state() if rank() == 0 else None,
             "bandwidth": bandwidth(),
+            "container": os.environ.get("CONTAINER") or None,
             "versions": versions(),
             **values,
         }

@@ -6,11 +6,13 @@ Other fixtures build the web site and control a browser.
 import functools
 import http.server
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from browser import Page
 # pytest finds these fixtures by their names in this module
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY, Finished, make_workplace
-from shell import start_stub
+from shell import shell_environment, start_stub
 
 
 @pytest.fixture
@@ -47,6 +49,21 @@ def workshop(tmp_path) -> Path:
     root = make_workplace(tmp_path / 'it\'s $HOME; a "shop"', *folders, links=())
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     return root
+
+
+@pytest.fixture(scope="session")
+def contained(tmp_path_factory) -> dict[str, str]:
+    """Variables of a job whose container is another PATH. Outside, python3 has only requirements-host.txt."""
+    folder = tmp_path_factory.mktemp("host")
+    venv.create(folder)
+    (folder / "bin/python").unlink()
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python3", "install", "--quiet"]
+    done = subprocess.run([*pip, "-r", REPOSITORY / "requirements-host.txt"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip installs nothing here: {done.stderr}")
+    path = shell_environment()["PATH"].split(":")
+    words = shlex.join(["env", f"PATH={':'.join(path)}"])
+    return {"CONTAINER": words, "PATH": ":".join([path[0], f"{folder}/bin", *path[2:]])}
 
 
 @pytest.fixture

@@ -150,15 +150,16 @@ def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path,
     assert not_saved in dry_run(copy, MODEL_NAME=tmp_path, SAVE_STRATEGY="no").stdout.splitlines()
 
 
-@pytest.mark.promise("each knob is shown with its source")
-def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
+@pytest.mark.promise("each knob is shown with its source", "a container: outside, a job needs two packages")
+def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop, contained):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     before = files(workshop)
-    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, DRY_RUN="true")
+    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, DRY_RUN="true", **contained)
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert lines[0] == "experiments/deepspeed-multi-node/2_nodes: site laptop, 2 node(s) x 1 rank(s)"
-    bandwidth, training = [line for line in lines if line.startswith("srun --nodes=2 --ntasks-per-node=1 python ")]
+    words = f"srun --nodes=2 --ntasks-per-node=1 {contained['CONTAINER']} python "
+    bandwidth, training = [line for line in lines if line.startswith(words)]
     assert "measure_bandwidth.py" in bandwidth
     assert "--nproc-per-node=1" in training and training.endswith("zero2.json' --learning_rate 1e-4")
     assert knobs_from(lines, "flag") == {"LEARNING_RATE=0.0001"}

@@ -4,9 +4,11 @@ No test writes into the checkout. The copy's path has a space and a quote, so ev
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +68,21 @@ class Lab:
     def path(self) -> str:
         """PATH of the jobs: the stub for nvidia-smi, this Python, and the system."""
         return ":".join([f"{self.root}/tests/slurm/bin", str(Path(sys.executable).parent), *SYSTEM])
+
+    def container(self, experiment: str) -> dict[str, str]:
+        """CONTAINER of a job: Charliecloud's ch-run, in an image with this machine's folders. Empty without ch-run.
+
+        By default, ch-run starts a program in /.
+        """
+        image = Path(tempfile.mkdtemp(prefix="image-", dir=self.cache.parent))
+        words = ["ch-run", "--no-passwd", f"--cd={self.script(experiment).parent}"]
+        for path in Path("/").iterdir():
+            if path.is_symlink():
+                (image / path.name).symlink_to(path.readlink())
+            elif path.is_dir():
+                (image / path.name).mkdir()
+                words += [f"--bind={path}"] * (path.name not in ("dev", "proc", "sys", "tmp"))
+        return {"CONTAINER": shlex.join([*words, str(image), "--"]), "USER": "root"} if shutil.which("ch-run") else {}
 
     def environment(self, **variables: object) -> dict[str, str]:
         """Variables of a job, with only the caller's basic variables. None removes a variable."""

@@ -128,7 +128,8 @@ def test_nodes_whose_name_resolves_to_loopback_meet_at_a_real_address(launcher, 
 @pytest.fixture(scope="module")
 def killed_and_cancelled(lab) -> tuple[Job, Job]:
     variables = LONG | ENDLESS | {"MIN_BANDWIDTH": 0, "REQUEUE": 1}
-    both = [lab.submit("deepspeed-multi-node/2_nodes", **variables) for _ in range(2)]
+    experiment = "deepspeed-multi-node/2_nodes"
+    both = [lab.submit(experiment, **variables | lab.container(experiment)) for _ in range(2)]
     killed, cancelled = both
     try:
         for job in both:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from helpers import RUN_TIMEOUT, snapshot, until
+from job.memory_logs import read_cpu_log
 from jobs import STEPS_PER_EPOCH, TRAININGS, Job, run_command
 
 ROUNDING = 1e-5  # difference of a loss in fp32 on another number of ranks
@@ -58,6 +59,7 @@ class StopCase:
     reason: str
     clean: bool = True
     sbatch: tuple = ()
+    contained: bool = False  # the job runs in a container, the job that it is compared with does not
     variables: dict = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -68,7 +70,7 @@ class StopCase:
 # the job
 KILLED = r"node failure on node\d|rank \d on node\d ended first, .*|ended without a word: .*|(failed|stopped).*"
 CASES = [
-    StopCase("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    StopCase("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)", contained=True),
     StopCase("fsdp2", crash("node2"), KILLED, clean=False),
 ]
 # More cases, with other nodes that crash and other reasons for the stop
@@ -132,18 +134,26 @@ def check_equal(job: Job, expected: Job) -> None:
     weights = [(each.folder / "output" / each.job_id / "model.safetensors").read_bytes() for each in (job, expected)]
     assert weights[0] == weights[1], f"the weights differ\n{job}"
     assert job.losses == expected.losses
+    for node, log in expected.memory_logs("cpu").items():  # psrecord measures a container from outside
+        peaks = [read_cpu_log(path).peak("process") for path in (log, job.memory_logs("cpu")[node])]
+        assert peaks[1] == pytest.approx(peaks[0], rel=0.1)
     for name in ("loss_mean", "loss_last"):
         assert job.record["train"][name] == expected.record["train"][name], name
 
 
-@pytest.mark.promise("reliability 9")
+@pytest.mark.promise("reliability 9", "a container: outside, a job needs two packages")
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(each, marks=pytest.mark.faults) for each in MORE)], ids=str)
 def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
     experiment, flags, knobs = TRAININGS[case.name]
-    job = lab.submit(experiment, *flags, sbatch=case.sbatch, **(knobs | {"REQUEUE": 1} | case.variables))
+    contained = lab.container(experiment) if case.contained else {}
+    job = lab.submit(experiment, *flags, sbatch=case.sbatch, **(knobs | {"REQUEUE": 1} | contained | case.variables))
     check_restart(case, job)
     if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))
+    if case.contained and not contained:
+        pytest.skip("passed without a container, because there is no ch-run (charliecloud-runtime)")
+    assert job.record["container"] == contained.get("CONTAINER")
+    assert job.log.count(f"\ncontainer: {job.record['container']}\n") == 2 * case.contained, "one for each attempt"
 
 
 @pytest.mark.promise("reliability 9")
