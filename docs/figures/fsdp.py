@@ -13,7 +13,7 @@ END = 12  # the forward pass takes 6 units of time, and so does the backward pas
 def fsdp() -> Figure:
     figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 2.1), sharey=True, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.06)
-    strategies = {"FULL_SHARD": full_shard, "SHARD_GRAD_OP": shard_grad_op, "one unit (nothing is wrapped)": one_unit}
+    strategies = {"FULL_SHARD": full_shard, "SHARD_GRAD_OP": shard_grad_op, "the whole model is one unit": one_unit}
     for axes, (title, times) in zip(panels, strategies.items(), strict=True):
         for number in range(len(UNITS)):
             axes.broken_barh([(0, END)] if number == 0 else times(number), (-number - 0.4, 0.8), **PARTS["parameters"])
