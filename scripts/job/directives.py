@@ -42,7 +42,7 @@ def limit_hours(limit: str) -> float:
     try:
         return 24 * int(days or 0) + sum(int(part) / 60**place for place, part in enumerate(clock.split(":")))
     except ValueError as error:
-        raise WorkshopError("time limit", f"{limit!r} is not a time", "write hours:minutes:seconds") from error
+        raise WorkshopError("SBATCH_TIMELIMIT", f"{limit!r} is not a time", "write hours:minutes:seconds") from error
 
 
 def gpus_per_node(asked: dict[str, str]) -> int:

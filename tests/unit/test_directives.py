@@ -29,4 +29,4 @@ def test_directives_are_read_as_sbatch_reads_them(tmp_path, lines, nodes, gpus):
 )
 def test_time_limits_are_read_as_slurm_reads_them(refusal, limit, hours):
     assert limit_hours(limit) == pytest.approx(hours)
-    assert refusal(limit_hours, f"{limit}h").startswith(f"error: time limit: '{limit}h' is not a time; ")
+    assert refusal(limit_hours, f"{limit}h").startswith(f"error: SBATCH_TIMELIMIT: '{limit}h' is not a time; ")
