@@ -107,7 +107,7 @@ class ClassPlan:
         minutes = {
             name: measured_minutes([run for run in runs if run.experiment == name]) for name in self.experiments(True)
         }
-        measured = [[name, str(gpus(name)), each] for name, each in minutes.items() if each]
+        measured = [[name, str(gpus(name)), *each] for name, each in minutes.items() if each]
         return "\n".join(
             [
                 f"People: {self.people} ({plural(self.pairs, 'pair')}{', one of a single person' * (self.people % 2)})",
@@ -120,7 +120,7 @@ class ClassPlan:
                 "GPU-hours at most: GPUs x time limit of the job scripts. Most jobs end much earlier.",
                 "",
                 *([grid(["Experiment", "GPUs", "Minutes, measured"], measured), ""] if measured else []),
-                f"Without a completed run, so not measured: {len(minutes) - len(measured)} of {len(minutes)} experiments.",
+                f"Not measured, without a completed run: {len(minutes) - len(measured)} of {len(minutes)} experiments.",
             ]
         )
 
@@ -130,10 +130,10 @@ def label(page: str) -> str:
     return " ".join([*re.findall(r"\A# (\d+)", (REPOSITORY / f"docs/{page}.md").read_text(encoding="utf-8")), page])
 
 
-def measured_minutes(runs: list[ReportedRun]) -> str:
-    """Return the minutes of the longest completed run, with its hardware; "" if no run completed."""
+def measured_minutes(runs: list[ReportedRun]) -> list[str]:
+    """Return a cell with the minutes of the longest completed run and its hardware; no cell if no run completed."""
     found = {hours: run for run in runs if run.completed and not isinstance(hours := run.hours(), Missing)}
-    if not found:
-        return ""
-    longest = max(found)
-    return f"{60 * longest:.1f} ({plural(len(found), 'run')}, {describe_hardware(found[longest])})"
+    return [
+        f"{60 * hours:.1f} ({plural(len(found), 'run')}, {describe_hardware(found[hours])})"
+        for hours in sorted(found)[-1:]
+    ]

@@ -33,7 +33,7 @@ def test_the_class_in_numbers(tmp_path, main_of, capsys, monkeypatch, people, ne
     assert shown.startswith(f"People: {people}\nGPUs: 16 (") and "\n| 2 baseline | " in shown
     assert f"| All | {needs} |" in shown
     assert "| ddp/2_gpus | 2 | 4.5 (2 runs, AMD EPYC (2 cores), no GPU) |" in shown
-    assert "| ddp/1_gpus |" not in shown and "not measured: 23 of 24 experiments" in shown
+    assert "| ddp/1_gpus |" not in shown and "run: 23 of 24 experiments" in shown
 
 
 def test_experiments_are_families_or_folders(refusal):
