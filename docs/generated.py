@@ -298,8 +298,6 @@ def who_runs_what() -> None:
 def turns() -> None:
     """Print what an afternoon takes for a class of 20 people on 16 GPUs."""
     needs = ClassPlan().needs()
-    for row in needs:
-        row["Section"] = title(row["Section"])[0] if row["Section"] in SECTIONS else row["Section"]
     show_table([*needs[0]][:-1], [[*row.values()][:-1] for row in needs])
 
 
@@ -313,21 +311,23 @@ def bill() -> None:
         hours = round(sum(map(gpu_hours, names)))
         kwh = f"{hours * POWER_LIMIT_W / 1000:.1f}"
         rows.append([label, len(names), sum(map(gpus, names)), hours, kwh])
-    show_table(["Section", "Jobs", "GPUs, all jobs together", "GPU-hours at most", "kWh at most"], rows)
+    show_table(["Section", "Jobs", "GPUs that all jobs ask for", "GPU-hours at most", "kWh at most"], rows)
 
 
 def job_commands(page: str, place: str) -> list[str]:
-    """Return the commands of a pair, or of one shared job. Where a pair chooses, the last experiments are examples.
+    """Return the commands of a pair, or of the shared jobs. Where a pair chooses, two or one of them are examples.
 
     place: cluster or laptop. A laptop only shows what a job of several nodes would run.
     """
     lines = []
-    for number, among in choices(page, "pair") or choices(page, "shared")[:1]:
+    for number, among in [*choices(page, "pair")] or choices(page, "shared"):
         if len(among) > number:
             parent = os.path.commonpath(among)
-            lines.append(f"# {number} of {', '.join(name.removeprefix(f'{parent}/') for name in among)}")
-        depth = min(name.count("/") for name in among)  # leaves out offload, which is in a subfolder
-        for name in [name for name in among if name.count("/") == depth][-number:]:
+            lines.append(f"# choose {number}: {', '.join(name.removeprefix(f'{parent}/') for name in among)}")
+        examples = [name for name in SECTIONS[page].get("examples", []) if name in among]
+        for name in examples or among[-number:]:
+            if place == "laptop" and needs_a_gpu(config_of(name)):
+                continue
             script = scripts()[name]
             if place == "cluster":
                 lines.append(f"{SECTIONS[page].get('set', '')} experiments/submit.sh {name}".lstrip())
@@ -339,7 +339,7 @@ def job_commands(page: str, place: str) -> list[str]:
 
 def start_now(page: str) -> None:
     """Print what a pair of a class types, then what a reader without a class types."""
-    lines = ["In a class, your instructor has submitted these jobs.", "", "On a cluster, alone:"]
+    lines = ["In a class, your instructor has submitted these jobs.", "", "On a cluster, self-study:"]
     if "pair" in SECTIONS[page]:
         lines = [
             "On a cluster, in a class:",
@@ -348,7 +348,7 @@ def start_now(page: str) -> None:
             *job_commands(page, "cluster"),
             "```",
             "",
-            "Alone:",
+            "Self-study:",
         ]
     lines += ["", "```bash cluster", *(f"experiments/submit.sh {words}" for words in submissions(page)), "```"]
     laptop = job_commands(page, "laptop")
@@ -368,14 +368,14 @@ def sheet_commands(place: str) -> None:
 
 def afternoon_script() -> None:
     """Print the body of experiments/afternoon.sh: the laptop's commands of each section, below its time and title."""
-    lines = []
+    lines = ["set -v # print each line below before it runs"]
     for start, length, row in schedule("afternoon"):
-        page = row.get("page")
-        if page and title(page)[0]:
+        lines += ["", f"# === {clock(start)}  {row.get('pause', '')}"]
+        if page := row.get("page"):
             in_page = re.findall(r"^## Start now$.*?^```bash\n(.*?)^```", page_text(page), re.MULTILINE | re.DOTALL)
-            lines += ["", f'section "{clock(start)}  {" ".join(title(page))} ({length} minutes, docs/{page}.md)"']
-            lines += job_commands(page, "laptop") or re.sub(" +#", " #", in_page[0]).splitlines()
-    show(*lines[1:])
+            lines[-1] += f"{' '.join(title(page)).lstrip()} ({length} minutes, docs/{page}.md)"
+            lines += job_commands(page, "laptop") or re.sub(" +#", " #", "".join(in_page)).splitlines()
+    show(*lines, "", f"exit # {clock(start + length)}  End")
 
 
 # --- settings

@@ -5,6 +5,8 @@ The blocks of the pages, experiments/afternoon.sh, `report.py --people` and the 
 
 import math
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from job.directives import gpus_per_node, limit_hours, parse_count, read_directi
 from reporting.classroom_runs import select_experiments
 from reporting.render import describe_hardware, grid, plural
 from reporting.runs import Missing, ReportedRun
-from shared.paths import EXPERIMENTS
+from shared.paths import EXPERIMENTS, REPOSITORY
 
 AGENDAS = yaml.safe_load((EXPERIMENTS / "agendas.yaml").read_text(encoding="utf-8"))
 SECTIONS: dict[str, dict] = {page: entry for group in AGENDAS["sections"].values() for page, entry in group.items()}
@@ -34,19 +36,17 @@ def gpu_hours(experiment: str, limit: str = "") -> float:
     return gpus(experiment) * limit_hours(limit or directives(experiment)["time"])
 
 
-def choices(page: str, kind: str) -> list[tuple[int, list[str]]]:
-    """Return the numbers of jobs of a section, each with the experiments among which a pair chooses.
+def choices(page: str, kind: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the numbers of jobs of a section, each with the experiments among which a pair chooses.
 
     kind: "pair" for the jobs of each pair, "shared" for those that the instructor submits for all.
     """
     named = [entry for each in ("pair", "shared") for entry in SECTIONS[page].get(each, [])]
-    found = []
     for entry in SECTIONS[page].get(kind, []):
         number, _, pattern = entry.rpartition(" of ")
         among = select_experiments([pattern], "experiments/agendas.yaml")
         # The class runs the experiments of the other entries in any case
-        found.append((int(number or 1), [name for name in among if name == entry or name not in named]))
-    return found
+        yield int(number or 1), [name for name in among if name == entry or name not in named]
 
 
 @dataclass
@@ -58,6 +58,10 @@ class ClassPlan:
     agenda: str = "afternoon"
 
     @property
+    def pairs(self) -> int:
+        return math.ceil(self.people / 2)  # one person of an odd number counts as a pair
+
+    @property
     def pages(self) -> list[str]:
         return [row["page"] for row in AGENDAS["agendas"][self.agenda]["rows"] if "page" in row]
 
@@ -66,8 +70,7 @@ class ClassPlan:
 
         Jobs that need more GPUs than the class has are left out.
         """
-        pairs = math.ceil(self.people / 2)  # one person of an odd number works alone
-        found = {page: [(pairs * number, among) for number, among in choices(page, "pair")] for page in self.pages}
+        found = {page: [(self.pairs * number, among) for number, among in choices(page, "pair")] for page in self.pages}
         found["shared"] = [choice for page in self.pages for choice in choices(page, "shared")]
         fits = {name: [job for job in jobs if max(map(gpus, job[1])) <= self.free_gpus] for name, jobs in found.items()}
         return {name: jobs for name, jobs in fits.items() if jobs}
@@ -81,8 +84,12 @@ class ClassPlan:
         heads = {"GPU-hours at most": ""} | ({f"with SBATCH_TIMELIMIT={limit}": limit} if limit else {})
         for name, jobs in self.jobs().items():
             used = sum(number * max(map(gpus, among)) for number, among in jobs)
-            row = {"Section": name, "Jobs": sum(number for number, _ in jobs), "GPUs, all jobs together": used}
-            row[f"Turns on {self.free_gpus} GPUs"] = math.ceil(used / self.free_gpus)
+            row = {
+                "Section": label(name) if name in SECTIONS else name,
+                "Jobs": sum(number for number, _ in jobs),
+                "GPUs that all jobs ask for": used,
+                f"Turns on {self.free_gpus} GPUs": math.ceil(used / self.free_gpus),
+            }
             for head, given in heads.items():
                 row[head] = sum(number * max(gpu_hours(each, given) for each in among) for number, among in jobs)
             rows.append(row)
@@ -94,18 +101,39 @@ class ClassPlan:
         return list(dict.fromkeys(name for _, among in found for name in among))
 
     def describe(self, runs: list[ReportedRun]) -> str:
-        """Return two tables for the terminal: what the class needs, and the minutes that each job took in `runs`."""
+        """Return what the class needs, and the minutes that its jobs took in `runs`, for the terminal."""
         needs = self.needs(os.environ.get("SBATCH_TIMELIMIT", ""))
         lines = [[str(round(value) if isinstance(value, float) else value) for value in row.values()] for row in needs]
-        names = self.experiments(shared=True)
-        jobs = [[n, str(gpus(n)), measured_minutes([run for run in runs if run.experiment == n])] for n in names]
-        return "\n\n".join([grid([*needs[0]], lines), grid(["Experiment", "GPUs", "Minutes, measured"], jobs)])
+        minutes = {
+            name: measured_minutes([run for run in runs if run.experiment == name]) for name in self.experiments(True)
+        }
+        measured = [[name, str(gpus(name)), *each] for name, each in minutes.items() if each]
+        return "\n".join(
+            [
+                f"People: {self.people} ({plural(self.pairs, 'pair')}{', one of a single person' * (self.people % 2)})",
+                f"GPUs:   {self.free_gpus} (change this with --gpus)",
+                "",
+                grid([*needs[0]], lines),
+                "",
+                "shared: the instructor submits these jobs for the class.",
+                f"Turns: the rounds in which {self.free_gpus} GPUs can run all jobs of a row.",
+                "GPU-hours at most: GPUs x time limit of the job scripts. Most jobs end much earlier.",
+                "",
+                *([grid(["Experiment", "GPUs", "Minutes, measured"], measured), ""] if measured else []),
+                f"Not measured, without a completed run: {len(minutes) - len(measured)} of {len(minutes)} experiments.",
+            ]
+        )
 
 
-def measured_minutes(runs: list[ReportedRun]) -> str:
-    """Return the minutes of the longest completed run, with its hardware."""
+def label(page: str) -> str:
+    """Return the number of a section, as its heading says it, and the name of its page."""
+    return " ".join([*re.findall(r"\A# (\d+)", (REPOSITORY / f"docs/{page}.md").read_text(encoding="utf-8")), page])
+
+
+def measured_minutes(runs: list[ReportedRun]) -> list[str]:
+    """Return a cell with the minutes of the longest completed run and its hardware; no cell if no run completed."""
     found = {hours: run for run in runs if run.completed and not isinstance(hours := run.hours(), Missing)}
-    if not found:
-        return "not measured: no completed run"
-    longest = max(found)
-    return f"{60 * longest:.1f} ({plural(len(found), 'run')}, {describe_hardware(found[longest])})"
+    return [
+        f"{60 * hours:.1f} ({plural(len(found), 'run')}, {describe_hardware(found[hours])})"
+        for hours in sorted(found)[-1:]
+    ]

@@ -84,6 +84,6 @@ def commands_of_pairs() -> Iterator[str]:
         number, start = re.findall(r"^# (\d+).*\n((?:.*\n)*)", read(f"docs/{page}.md"))[0]
         cluster, _, laptop = re.findall(r"^```bash.*\n([^`]*)", section_below(start, "Start now"), re.MULTILINE)[:3]
         found = re.findall(rf"^# Section {number}\n([^`]*?)(?=# Section|```)", read("docs/instructor/sheet.md"), re.M)
-        found += re.findall(rf'^section "\S+  {number} .*\n((?:.+\n)*)', read("experiments/afternoon.sh"), re.MULTILINE)
+        found += re.findall(rf"^# === \S+  {number} .*\n((?:.+\n)*)", read("experiments/afternoon.sh"), re.MULTILINE)
         if found != [cluster, laptop, laptop]:
             yield f"docs/{page}.md: the commands differ from those of sheet.md or afternoon.sh; run make pages"

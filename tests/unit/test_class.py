@@ -17,18 +17,23 @@ from reporting.trainer_log import END, done_percent, last_error, log_end
 # 1 + 1 + 1 + 2, 1 + 2 + 2 + 4 and 2 + 4 + 3 + 7 turns, and the shared ones in 3.
 @pytest.mark.parametrize(
     ("people", "needs"),
-    [(6, "34 | 72 | 8 | 72 | 24"), (20, "90 | 156 | 12 | 156 | 52"), (33, "146 | 240 | 19 | 240 | 80")],
+    [
+        ("6 (3 pairs)", "34 | 72 | 8 | 72 | 24"),
+        ("20 (10 pairs)", "90 | 156 | 12 | 156 | 52"),
+        ("33 (17 pairs, one of a single person)", "146 | 240 | 19 | 240 | 80"),
+    ],
 )
 def test_the_class_in_numbers(tmp_path, main_of, capsys, monkeypatch, people, needs):
     monkeypatch.setenv("SBATCH_TIMELIMIT", "00:20:00")
     for job_id, end in (("1", "10:03:01"), ("2", "10:04:32")):
         add_run(tmp_path, "ddp/2_gpus", job_id, finished=f"2026-11-20T{end}+00:00")
     add_run(tmp_path, "ddp/1_gpus", "3", status="failed")
-    main_of(report, "--people", people, tmp_path)
+    main_of(report, "--people", people.split()[0], tmp_path)
     shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert shown.startswith(f"People: {people}\nGPUs: 16 (") and "\n| 2 baseline | " in shown
     assert f"| All | {needs} |" in shown
     assert "| ddp/2_gpus | 2 | 4.5 (2 runs, AMD EPYC (2 cores), no GPU) |" in shown
-    assert "| ddp/1_gpus | 1 | not measured: no completed run |" in shown
+    assert "| ddp/1_gpus |" not in shown and "run: 23 of 24 experiments" in shown
 
 
 def test_experiments_are_families_or_folders(refusal):
