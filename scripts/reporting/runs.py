@@ -111,6 +111,11 @@ class ReportedRun:
         return Path(self.record.settings.model_name or "").name
 
     @property
+    def output(self) -> str:
+        """The folder of the run's model. Like the paths of record and log, it is valid where the report is written."""
+        return str(self.folder / self.record.output_dir) if self.record.output_dir else ""
+
+    @property
     def sort_key(self) -> tuple:
         """Sort key: the start (without one, the time of the file), then the job id. Numeric job ids sort by value."""
         return self.record.started or self.written, len(self.job_id), self.job_id

@@ -102,14 +102,15 @@ def test_own_runs_are_named_by_their_method_and_show_what_differs(tmp_path):
     for job, rate in (("7", 5e-5), ("8", 1e-4)):
         add_run(tmp_path, "baseline", job, settings__learning_rate=rate)
     page = write_page(tmp_path)
+    output = tmp_path / "experiments" / "mine" / "output"  # the folder in the record is relative to that of the run
     # The epochs 3 and 3.0 are equal, and a strategy's config is not a column if each method has one
     assert [[row[0], row[4], row[5], row[-2]] for row in csv.reader((tmp_path / "report" / "own.csv").open())] == [
         ["row", "LEARNING_RATE", "Exact Match (%)", "Output folder"],
-        ["plain, 1 rank", "0.002", "", "output/mine"],
-        ["plain, 1 rank", "0.005", "50.0", "output/102"],
-        ["ZeRO-2, optimizer offload, 1 rank", "0.002", "", "output/102"],
-        ["ZeRO-2, 2 ranks", "0.002", "", "output/102"],
-        ["FSDP2 FULL_SHARD, 2 ranks", "0.002", "", "output/102"],
+        ["plain, 1 rank", "0.002", "", f"{output}/mine"],
+        ["plain, 1 rank", "0.005", "50.0", f"{output}/102"],
+        ["ZeRO-2, optimizer offload, 1 rank", "0.002", "", f"{output}/102"],
+        ["ZeRO-2, 2 ranks", "0.002", "", f"{output}/102"],
+        ["FSDP2 FULL_SHARD, 2 ranks", "0.002", "", f"{output}/102"],
     ]
     shown = list_runs(OWN_RUNS, find_runs([tmp_path / "experiments" / "mine"]), with_settings=True)
     names = [text.get_text() for plot in ("held", "rates") for text in drawn(plot, shown).axes[0].get_yticklabels()]
@@ -169,7 +170,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
         "knobs__precision": {"requested": "fp16", "effective": "bf16"},
         "hardware": {"gpu": "NVIDIA H100", "gpus": 2},
     }
-    folder = add_run(tmp_path, STAGE, "7", gpu=None, **changes)
+    folder = add_run(tmp_path, STAGE, "7", gpu=None, output_dir="output/7", **changes)
     write(folder / "log" / "zero_1_7.out", "")
     facts = write_page(tmp_path).section("job-7")
     for fact in (
@@ -182,7 +183,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
         "Versions workshop 1.0.0, python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0",
         "precision: bf16 (requested: fp16); strategy: DeepSpeed ZeRO-1; ",
         "num_train_epochs=3.0",
-        f"Record {folder}/results/7.json Log {folder}/log/zero_1_7.out",
+        f"Output folder {folder}/output/7 Record {folder}/results/7.json Log {folder}/log/zero_1_7.out",
     ):
         assert fact in facts, fact
 
