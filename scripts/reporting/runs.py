@@ -1,5 +1,6 @@
 """Find the runs below some folders, and read their records and memory logs. Missing and damaged files are noted."""
 
+import glob
 import math
 import os
 from dataclasses import dataclass, field
@@ -183,13 +184,16 @@ def run_folders(folders: list[Path]) -> list[Path]:
 
 
 def find_record(job_id: str, folders: list[Path]) -> Path:
-    """Return the path of the run record with this id below the folders.
+    """Return the path of the run record with this id, or with this last part of it, below the folders.
 
     Raises WorkshopError if there is no such record or more than one. For a job that waits or that ended before its
     training, the error has Slurm's state or the end of the job's log.
     """
     places = list(dict.fromkeys(place.resolve() for place in run_folders(folders)))
-    found = [Path(os.path.relpath(path)) for place in places if os.path.lexists(path := record_path(place, job_id))]
+    # A table shows only the end of a long id
+    names = [glob.escape(job_id), f"*[-_.]{glob.escape(job_id.strip('…. '))}"]
+    matches = ([path for place in places for path in place.glob(f"results/{name}.json")] for name in names)
+    found = [Path(os.path.relpath(path)) for path in next(filter(None, matches), [])]
     if len(found) == 1:
         return found[0]
     if found:
