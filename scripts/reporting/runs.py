@@ -1,8 +1,8 @@
 """Find the runs below some folders, and read their records and memory logs. Missing and damaged files are noted."""
 
-import glob
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,9 +191,9 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
     """
     places = list(dict.fromkeys(place.resolve() for place in run_folders(folders)))
     # A table shows only the end of a long id
-    names = [glob.escape(job_id), f"*[-_.]{glob.escape(job_id.strip('…. '))}"]
-    matches = ([path for place in places for path in place.glob(f"results/{name}.json")] for name in names)
-    found = [Path(os.path.relpath(path)) for path in next(filter(None, matches), [])]
+    name = re.compile(rf"(.*[-_.])?{re.escape(job_id.strip('…. '))}\.json")
+    records = (path for place in places for path in place.glob("results/*.json") if name.fullmatch(path.name))
+    found = [Path(os.path.relpath(path)) for path in sorted(records)]
     if len(found) == 1:
         return found[0]
     if found:

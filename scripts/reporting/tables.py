@@ -14,7 +14,7 @@ from settings.optimizers import algorithm
 
 AFTER_TRAINING = ("em_f1", "em_f1_batch_size")  # they change neither the model nor the cost of its training
 PARENTS = re.compile("[^,]*/")  # of each file in a list
-BATCH_PARTS = ("gradient_accumulation_steps", "per_device_train_batch_size")
+AUDITED = ("global batch", "trainable weights")  # they differ between methods with equal settings
 
 
 @dataclass
@@ -273,24 +273,26 @@ def differing_settings(runs: list[ReportedRun]) -> dict[str, dict[ReportedRun, V
     What follows from the method (a strategy's config, the parts of a batch) or from the data set (what has no default
     of its own) counts only if it differs between runs of one method or data set.
     """
-    found = {run: run_settings(run) for run in runs if run.has_record}
-    for run, own in found.items():
-        audited = {name: run.record.knobs.get(name) for name in ("global batch", "trainable weights")}
-        own |= {name: knob.effective for name, knob in audited.items() if knob and knob.effective}
+    found = {
+        run: run_settings(run)
+        | {name: str(knob.effective) for name, knob in run.record.knobs.items() if name in AUDITED}
+        for run in runs
+        if run.has_record
+    }
     differing = {}
     for name in dict.fromkeys(name for own in found.values() for name in own if name not in AFTER_TRAINING):
         values = {run: own.get(name, "unset") for run, own in found.items()}
         pairs = {(cause(name, run), values[run]) for run in found}
         if len(pairs) > len(dict(pairs)):
             short = {run: PARENTS.sub("", value) if type(value) is str else value for run, value in values.items()}
-            unique = len({*short.values()}) == len({*values.values()})
-            differing[facts(name).variable or name] = short if unique else values
+            ambiguous = len({*short.values()}) < len({*values.values()})
+            differing[facts(name).variable or name] = values if ambiguous else short
     return differing
 
 
 def cause(name: str, run: ReportedRun) -> str:
     """Return the part of a run from which this setting usually follows, empty if it is set for itself."""
-    if facts(name).compared_as == "strategy" or name in BATCH_PARTS:
+    if facts(name).compared_as == "strategy" or name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
         return run.method
     return str(run.get("settings.dataset")) if name == "data size" or DEFAULTS.get(name, "") is None else ""
 
