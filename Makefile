@@ -43,7 +43,7 @@ figures: .venv/installed-dev
 	PYTHONPATH=scripts:tests:tests/commands $(BIN)/python docs/figures/pictures.py
 
 report: $(if $(ACTIVE),,.venv/installed)
-	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
+	@PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
 
 # After a change of a requirements file: find one version of every package, for each Python from 3.11. A pin changes only
 # if it has to; FLAGS=--upgrade takes new releases. The packages cuda-* are absent: each build of torch needs its own.

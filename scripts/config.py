@@ -211,7 +211,7 @@ class DataArguments:
         "SHOW",
         0,
         "After training, print this many evaluation questions with the right and the model's answer.",
-        "work",
+        "nothing",
     )
     profile: bool = knob(
         "PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.", "work"

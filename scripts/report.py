@@ -85,8 +85,7 @@ def job_table(path: Path) -> str:
     heads, lines = table_lines(build_table(definition, {run.experiment: [run]}))
     shown = [line for line in lines if line[2:] != [NO_GPU]]
     left_out = {"earlier evaluations": len(run.record.eval) - len(evaluations), "no GPU": len(lines) - len(shown)}
-    output = run.record.output_dir
-    saved = saved_model(run.folder / output) if output else None
+    saved = saved_model(run.output) if run.output else None
     return "\n".join(
         [
             "",
@@ -97,7 +96,7 @@ def job_table(path: Path) -> str:
             *(f"{reason}: {plural(count, 'row')} left out" for reason, count in left_out.items() if count),
             *(f"incomplete: {problem}" for problem in run.problems),
             *(f"not comparable: {override}" for override in run.record.overrides),
-            f"model:      {str(saved).removeprefix(f'{run.folder}/') if saved else 'not saved'}",
+            f"model:      {saved or 'not saved'}",
             f"run record: {path}",
         ]
     )

@@ -240,11 +240,16 @@ def directives(nodes: int, gpus: int) -> str:
 
 
 def program(path: str) -> ModuleType:
-    """Load a program outside of scripts/ as a module that can import the modules in its own folder."""
-    sys.path.append(str((REPOSITORY / path).parent))
+    """Load a program outside of scripts/ as a module that can import the modules in its own folder.
+
+    As when Python starts it, its folder comes first: exercises/ and docs/figures/ both have a collectives.py.
+    """
+    folder = str((REPOSITORY / path).parent)
     specification = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
     module = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, folder)
     specification.loader.exec_module(module)
+    sys.path.append(sys.path.pop(0))  # for imports in functions; scripts/ comes first again
     return module
 
 

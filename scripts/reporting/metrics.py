@@ -254,7 +254,7 @@ METRICS = {
     "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
     "gpu_hours": Metric("GPU-hours", ReportedRun.gpu_hours),
-    "output_dir": Metric("Output folder", recorded("output_dir")),
+    "output_dir": Metric("Output folder", lambda run: run.output or run.explain_missing("output_dir")),
     "kwh": Metric("kWh", recorded("energy.kwh")),
     "joules_per_question": Metric("J per question", steady_energy("joules_per_question")),
     "joules_per_1000_tokens": Metric("J per 1,000 real tokens", steady_energy("joules_per_1000_tokens")),

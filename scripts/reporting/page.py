@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from reporting import render
 from reporting.render import Plot
-from reporting.runs import ReportedRun
+from reporting.runs import NO_JOB_SCRIPT, ReportedRun
 from reporting.tables import Table, TableRow
 from reporting.trainer_log import find_log
 from shared.paths import workshop_version
@@ -57,6 +57,7 @@ def render_page(tables: list[Table], runs: list[ReportedRun], plots: dict[str, l
         listed=runs_by_status(runs),
         mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
+        no_job_script=NO_JOB_SCRIPT,
         good_statuses=("completed", "running"),
         filled=filled,
         waiting=[table for table in tables if table.rows and not table.has_runs],
@@ -142,7 +143,7 @@ def data_url(svg: bytes) -> str:
 
 
 def allow_breaks(text: str) -> Markup:
-    """Let a browser break the line after each slash and underscore of a path."""
+    """Let a browser break the line after each slash, underscore and hyphen of a path."""
     if "/" not in text:
         return Markup.escape(text)
-    return Markup.escape(text).replace("/", Markup("/<wbr>")).replace("_", Markup("_<wbr>"))
+    return Markup(re.sub("([/_-])", r"\1<wbr>", str(Markup.escape(text))))

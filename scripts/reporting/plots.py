@@ -31,7 +31,7 @@ HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
 TEXT_WIDTH = 60  # characters of a legend
 NOTE_WIDTH = 44  # characters of a note below an axis, which may have long names to its left
-BAR_NAME_WIDTH = 26  # characters of a line; the name of a bar has two lines
+BAR_NAME_WIDTH = 26  # characters of a line; the name of a bar has at most three lines
 MANY_BARS = 6  # a figure with more bars is higher
 PRINTED = ".4g"  # format of a loss in the log
 MAX_TICKS = 6  # more numbers of five digits would touch each other
@@ -249,7 +249,7 @@ def draw_held(table: Table) -> Figure | None:
     if not bars:
         return None
     rows, measured = zip(*bars, strict=True)
-    figure, (axis,) = new_figure(legend_lines=2 + 2 * max(0, len(rows) - MANY_BARS))
+    figure, (axis,) = new_figure(legend_lines=2 + 3 * max(0, len(rows) - MANY_BARS))
     handles: list = []
     left = [0.0] * len(rows)
     for part, widths in zip(HELD, zip(*measured, strict=True), strict=True):
@@ -285,7 +285,7 @@ def draw_bars(table: Table, labels: dict[str, str]) -> Figure | None:
     bars = {column: known for column, found in bars.items() if (known := [bar for bar in found if bar[1] is not None])}
     if not bars:
         return None
-    figure, axes = new_figure(len(bars), legend_lines=2 * max(0, len(table.rows) - MANY_BARS))
+    figure, axes = new_figure(len(bars), legend_lines=3 * max(0, len(table.rows) - MANY_BARS))
     for axis, (column, known) in zip(axes, bars.items(), strict=True):
         rows, numbers = zip(*known, strict=True)
         hatches = ["////" if "offload" in row.label else "" for row in rows]
@@ -299,8 +299,14 @@ def draw_bars(table: Table, labels: dict[str, str]) -> Figure | None:
 
 def name_bars(axis: Axes, rows: tuple[TableRow, ...]) -> None:
     """Name horizontal bars after their rows, with room for the number at the end of a bar, and without lines."""
-    names = [textwrap.shorten(legend_name(row), 2 * BAR_NAME_WIDTH, placeholder=" ...") for row in rows]
-    axis.set_yticks(range(len(rows)), [textwrap.fill(name, BAR_NAME_WIDTH) for name in names])
+    names = [textwrap.shorten(legend_name(row), 3 * BAR_NAME_WIDTH, placeholder=" ...") for row in rows]
+    # Equal runs, or names that differ only in what was cut, have their job's number
+    ends = [
+        f", job {row.jobs.rpartition('-')[2]}" if names.count(name) > 1 else ""
+        for row, name in zip(rows, names, strict=True)
+    ]
+    labels = [textwrap.fill(name + end, BAR_NAME_WIDTH) for name, end in zip(names, ends, strict=True)]
+    axis.set_yticks(range(len(rows)), labels)
     axis.margins(x=0.18)
     axis.locator_params(axis="x", nbins=MAX_TICKS)
     axis.grid(visible=False)

@@ -60,12 +60,13 @@ def column_note(table: Table, column: int) -> str:
 
 
 def empty_columns(table: Table) -> dict[str, str]:
-    """Return the header of each column without any value, with the reasons."""
+    """Return the header of each column without any value, or with zeros only, with the reasons."""
     found = {}
     for i, name in enumerate(table.definition.headers):
         cells = [row.cells[i] for row in table.rows if row.run]
-        if all(cell.value is None for cell in cells):
-            found[name] = join_first(dict.fromkeys(cell.note for cell in cells), "; ")
+        if not any(cell.value for cell in cells):
+            reasons = ["the value is 0" if cell.value == 0 else cell.note for cell in cells]
+            found[name] = join_first(dict.fromkeys(reasons), "; ")
     return found
 
 

@@ -32,6 +32,7 @@ ALL_RUNS = TableDefinition(
         "gpu_hours",
         "kwh",
     ],
+    names={"samples_per_second": "Samples/s with evaluation"},
     note="GPU-hours: GPUs of the job x time from the start of the run record to its end, without the start-up. kWh: "
     "energy of these GPUs from the start of the training to the end of the run; a failed run has no value. A resumed "
     "job counts all its parts.",
@@ -45,17 +46,17 @@ OWN_RUNS = TableDefinition(
         "exact_match",
         "f1",
         "eval_loss",
-        "train_loss",
         "steady_samples_per_second",
         "held_state",
         "peak_gpu",
         "peak_process",
-        "runtime",
-        "gpu_hours",
         "output_dir",
+        "train_loss",
+        "gpu_hours",
     ],
     names={"steady_samples_per_second": "Samples/s"},
-    note="Each setting in which these runs differ is a column. Samples/s leave out evaluation, saving and the warm-up. "
+    note="Each setting in which these runs differ is a column, unless it follows from the method or the data set "
+    "(GRAD_ACC with the same global batch, EVAL_SIZE). Samples/s leave out evaluation, saving and the warm-up. "
     "Model state: the parameters, gradients and optimizer state that a rank held.",
     plots=["held", "rates"],
 )

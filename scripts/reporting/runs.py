@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,6 +112,11 @@ class ReportedRun:
         return Path(self.record.settings.model_name or "").name
 
     @property
+    def output(self) -> str:
+        """The folder of the run's model. Like the paths of record and log, it is valid where the report is written."""
+        return str(self.folder / self.record.output_dir) if self.record.output_dir else ""
+
+    @property
     def sort_key(self) -> tuple:
         """Sort key: the start (without one, the time of the file), then the job id. Numeric job ids sort by value."""
         return self.record.started or self.written, len(self.job_id), self.job_id
@@ -178,13 +184,16 @@ def run_folders(folders: list[Path]) -> list[Path]:
 
 
 def find_record(job_id: str, folders: list[Path]) -> Path:
-    """Return the path of the run record with this id below the folders.
+    """Return the path of the run record with this id, or with this last part of it, below the folders.
 
     Raises WorkshopError if there is no such record or more than one. For a job that waits or that ended before its
     training, the error has Slurm's state or the end of the job's log.
     """
     places = list(dict.fromkeys(place.resolve() for place in run_folders(folders)))
-    found = [Path(os.path.relpath(path)) for place in places if os.path.lexists(path := record_path(place, job_id))]
+    # A table shows only the end of a long id
+    name = re.compile(rf"(.*[-_.])?{re.escape(job_id.strip('…. '))}\.json")
+    records = (path for place in places for path in place.glob("results/*.json") if name.fullmatch(path.name))
+    found = [Path(os.path.relpath(path)) for path in sorted(records)]
     if len(found) == 1:
         return found[0]
     if found:

@@ -1,5 +1,6 @@
 """Build each table from its definition and the runs: choose the run for each row, and fill the row's cells."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -10,6 +11,10 @@ from reporting.definitions import TableDefinition
 from reporting.metrics import Cell, Value, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, ReportedRun
 from settings.optimizers import algorithm
+
+AFTER_TRAINING = ("em_f1", "em_f1_batch_size")  # they change neither the model nor the cost of its training
+PARENTS = re.compile("[^,]*/")  # of each file in a list
+AUDITED = ("global batch", "trainable weights")  # they differ between methods with equal settings
 
 
 @dataclass
@@ -236,36 +241,60 @@ def list_runs(definition: TableDefinition, runs: list[ReportedRun], with_setting
         )
     for run in runs:
         row = TableRow(run.experiment, run.experiment, run, [run], mismatches=run.record.overrides)
-        alike = differing_settings([other for other in runs if other.experiment == run.experiment])
-        # A value that most of the runs with this label have does not distinguish the run
-        row.name = ", ".join(
-            [run.experiment]
-            + [
-                f"{name} {values[run]}"
-                for name, values in alike.items()
-                if run in values and 2 * [*values.values()].count(values[run]) <= len(values)
-            ]
-        )
-        row.cells = [Cell(values.get(run, "")) for values in settings.values()]
+        row.name = distinct_name(run, [other for other in runs if other.experiment == run.experiment])
+        row.cells = [Cell(setting_text(values.get(run, ""))) for values in settings.values()]
         row.cells += [build_metric_cell(metric, [run]) for metric in definition.columns]
         row.remarks = row_remarks(row, [run], {run: row.mismatches}, all_runs=False)
         table.rows.append(row)
     return table
 
 
+def distinct_name(run: ReportedRun, runs: list[ReportedRun]) -> str:
+    """Name a run by its experiment and the few settings that tell it apart from these runs."""
+    name = run.experiment
+    differing = [(setting, values) for setting, values in differing_settings(runs).items() if run in values]
+    # The rarest value comes first, and may be enough
+    for setting, values in sorted(differing, key=lambda item: [*item[1].values()].count(item[1][run])):
+        equal = [other for other in runs if values.get(other) == values[run]]
+        if len(equal) < len(runs):
+            name += f", {setting} {setting_text(values[run])}"
+            runs = equal
+    return name
+
+
+def setting_text(value: Value) -> str:
+    """Write a setting as a user types it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def differing_settings(runs: list[ReportedRun]) -> dict[str, dict[ReportedRun, Value]]:
     """Return the settings in which these runs differ: variable or flag -> the value of each run with a record.
 
-    A strategy's config counts only if it differs between runs of one method.
+    What follows from the method (a strategy's config, the parts of a batch) or from the data set (what has no default
+    of its own) counts only if it differs between runs of one method or data set.
     """
-    found = {run: run_settings(run) for run in runs if run.has_record}
+    found = {
+        run: run_settings(run)
+        | {name: str(knob.effective) for name, knob in run.record.knobs.items() if name in AUDITED}
+        for run in runs
+        if run.has_record
+    }
     differing = {}
-    for name in dict.fromkeys(name for own in found.values() for name in own):
+    for name in dict.fromkeys(name for own in found.values() for name in own if name not in AFTER_TRAINING):
         values = {run: own.get(name, "unset") for run, own in found.items()}
-        by_method = {(run.method if facts(name).compared_as == "strategy" else "", values[run]) for run in found}
-        if len(by_method) > len(dict(by_method)):
-            differing[facts(name).variable or name] = values
+        pairs = {(cause(name, run), values[run]) for run in found}
+        if len(pairs) > len(dict(pairs)):
+            short = {run: PARENTS.sub("", value) if type(value) is str else value for run, value in values.items()}
+            ambiguous = len({*short.values()}) < len({*values.values()})
+            differing[facts(name).variable or name] = values if ambiguous else short
     return differing
+
+
+def cause(name: str, run: ReportedRun) -> str:
+    """Return the part of a run from which this setting usually follows, empty if it is set for itself."""
+    if facts(name).compared_as == "strategy" or name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+        return run.method
+    return str(run.get("settings.dataset")) if name == "data size" or DEFAULTS.get(name, "") is None else ""
 
 
 def select_repeats(chosen: ReportedRun | None, runs: list[ReportedRun], all_runs: bool) -> list[ReportedRun]:

@@ -283,8 +283,10 @@ def test_an_id_finds_its_record_below_experiments_and_in_the_current_folder(work
     assert "Summary of 4711: ddp/2_gpus (completed, tiny-bloom)" in done.stdout, done
     assert done.stdout.endswith("run record: experiments/ddp/2_gpus/results/4711.json\n")
     assert report("results/4711.json", folder).stdout.endswith("run record: results/4711.json\n")
-    elsewhere = add_run(tmp_path, "mine", "4712")
-    assert report("4712", elsewhere).stdout.endswith("run record: results/4712.json\n")
+    elsewhere = add_run(tmp_path, "mine", "local-20261126-113000-4712")
+    for end in ("…4712", "...113000-4712"):  # as a table shows a long id
+        assert report(end, elsewhere).stdout.endswith("run record: results/local-20261126-113000-4712.json\n")
+    assert "no run has the id 712;" in report("712", elsewhere).stderr
     add_run(workshop, "baseline", "4711")
     both = "experiments/baseline/results/4711.json, experiments/ddp/2_gpus/results/4711.json"
     line = f"error: --job: 2 runs have the id 4711: {both}; give the path of one\n"

@@ -250,7 +250,7 @@ def test_the_summary_of_a_job_shows_its_last_evaluations(tmp_path, main_of, caps
     write(folder / "output" / "1" / "adapter" / "adapter_config.json", "{}")  # of a run with SAVE_MERGED=False
     main_of(report, "--job", folder / "results/1.json")
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-2] == "model:      output/1/adapter"
+    assert printed.splitlines()[-2] == f"model:      {folder}/output/1/adapter"
     shown = [int(epoch) for epoch in re.findall(r"^\| Eval Loss \(Epoch (\d+)\)", printed, re.MULTILINE)]
     assert shown == list(range(3, 23)) and "\nearlier evaluations: 2 rows left out\n" in printed, printed
 

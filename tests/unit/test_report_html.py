@@ -87,33 +87,49 @@ def test_own_runs_are_named_by_their_method_and_show_what_differs(tmp_path):
     """Runs without an experiment are ordered by method, then by setting. Their plots have the same names."""
     zero2, plain = {"effective": "DeepSpeed ZeRO-2"}, {"strategy": {"effective": "plain"}}
     runs: list[dict] = [
-        {"knobs": {"strategy": {"effective": "FSDP2 FULL_SHARD"}}, "world_size": 2},
-        {"knobs": {"strategy": zero2}, "settings__deepspeed": "zero2.json", "world_size": 2},
+        {
+            "knobs": {"strategy": {"effective": "FSDP2 FULL_SHARD"}},
+            "world_size": 2,
+            "settings__gradient_accumulation_steps": 2,
+        },
+        {
+            "knobs": {"strategy": zero2, "trainable weights": {"effective": "bf16"}},
+            "settings__deepspeed": "zero2.json",
+            "world_size": 2,
+        },
         {"knobs": plain, "settings__learning_rate": 5e-3, "exact_match": 50.0, "f1": 75.0},
         {"knobs": plain, "settings__num_train_epochs": 3, "output_dir": "output/mine"},
         {
             "knobs": {"strategy": zero2, "optimizer offload": {"effective": "cpu"}},
             "settings__deepspeed": "offload.json",
         },
+        {
+            "knobs": plain,
+            **{"settings__dataset": "my/chat.jsonl", "settings__eval_size": 2, "settings__train_size": 10},
+            **{"settings__show": 5, "settings__em_f1": False, "settings__labels": "answer"},
+        },
     ]
-    for job, changes in enumerate(runs, 1):
+    for job, changes in enumerate([*runs, runs[3]], 1):
         own = {"experiment": ".", "settings__deepspeed": None, "held": [held(1, 1, 1)]} | changes
         add_run(tmp_path, "mine", str(job), cpu=None, gpu=None, **own)
     for job, rate in (("7", 5e-5), ("8", 1e-4)):
         add_run(tmp_path, "baseline", job, settings__learning_rate=rate)
     page = write_page(tmp_path)
-    # The epochs 3 and 3.0 are equal, and a strategy's config is not a column if each method has one
-    assert [[row[0], row[4], row[5], row[-2]] for row in csv.reader((tmp_path / "report" / "own.csv").open())] == [
-        ["row", "LEARNING_RATE", "Exact Match (%)", "Output folder"],
-        ["plain, 1 rank", "0.002", "", "output/mine"],
-        ["plain, 1 rank", "0.005", "50.0", "output/102"],
-        ["ZeRO-2, optimizer offload, 1 rank", "0.002", "", "output/102"],
-        ["ZeRO-2, 2 ranks", "0.002", "", "output/102"],
-        ["FSDP2 FULL_SHARD, 2 ranks", "0.002", "", "output/102"],
+    output = tmp_path / "experiments" / "mine" / "output"  # the folder in the record is relative to that of the run
+    # The epochs 3 and 3.0 are equal, and what follows from the method or the data set is no column
+    assert [[row[0], *row[4:8], row[-4]] for row in csv.reader((tmp_path / "report" / "own.csv").open())] == [
+        ["row", "DATASET", "LEARNING_RATE", "trainable weights", "Exact Match (%)", "Output folder"],
+        ["plain, 1 rank", "chat.jsonl", "0.002", "unset", "", f"{output}/102"],
+        *2 * [["plain, 1 rank", "squad_sample.json", "0.002", "unset", "", f"{output}/mine"]],
+        ["plain, 1 rank", "squad_sample.json", "0.005", "unset", "50.0", f"{output}/102"],
+        ["ZeRO-2, optimizer offload, 1 rank", "squad_sample.json", "0.002", "unset", "", f"{output}/102"],
+        ["ZeRO-2, 2 ranks", "squad_sample.json", "0.002", "bf16", "", f"{output}/102"],
+        ["FSDP2 FULL_SHARD, 2 ranks", "squad_sample.json", "0.002", "unset", "", f"{output}/102"],
     ]
     shown = list_runs(OWN_RUNS, find_runs([tmp_path / "experiments" / "mine"]), with_settings=True)
     names = [text.get_text() for plot in ("held", "rates") for text in drawn(plot, shown).axes[0].get_yticklabels()]
-    assert names[3] == names[8] == "plain, 1 rank,\nLEARNING_RATE 0.005"
+    assert names[3] == names[10] == "plain, 1 rank,\nLEARNING_RATE 0.005"
+    assert [name.partition("0.002, ")[2] for name in names[4:6]] == ["job 7", "job 4"]  # the two are equal
     assert "baseline, LEARNING_RATE 0.0001 8" in page.section("runs")
     assert ("psrecord" in page.section("own"), "psrecord" in page.section("runs")) == (False, True)
 
@@ -169,7 +185,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
         "knobs__precision": {"requested": "fp16", "effective": "bf16"},
         "hardware": {"gpu": "NVIDIA H100", "gpus": 2},
     }
-    folder = add_run(tmp_path, STAGE, "7", gpu=None, **changes)
+    folder = add_run(tmp_path, STAGE, "7", gpu=None, output_dir="output/7", **changes)
     write(folder / "log" / "zero_1_7.out", "")
     facts = write_page(tmp_path).section("job-7")
     for fact in (
@@ -182,7 +198,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
         "Versions workshop 1.0.0, python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0",
         "precision: bf16 (requested: fp16); strategy: DeepSpeed ZeRO-1; ",
         "num_train_epochs=3.0",
-        f"Record {folder}/results/7.json Log {folder}/log/zero_1_7.out",
+        f"Output folder {folder}/output/7 Record {folder}/results/7.json Log {folder}/log/zero_1_7.out",
     ):
         assert fact in facts, fact
 
@@ -191,8 +207,8 @@ def test_empty_columns_are_left_out_with_their_reason(tmp_path):
     add_run(tmp_path, STAGE, "1", gpu=None, hardware__gpus=0)
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", gpu=None, hardware__gpus=0, cpu=None)
     shown = write_page(tmp_path).section("zero-stages-tiny-bloom")
-    assert "Experiment Job Status" in shown and "Peak CPU memory (MiB)" in shown.partition("Empty columns")[0]
-    left_out = r"Empty columns left out: Peak GPU memory \(MiB\),.* \(no GPU\)\."
+    assert "Experiment Job Status" in shown and "Peak CPU memory (MiB)" in shown.partition("Columns left")[0]
+    left_out = r"Columns left out: .*Peak GPU memory \(MiB\),.* \(no GPU\)"
     assert re.search(left_out, shown) and "no GPU" not in shown.partition("no value (no GPU)")[2]
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.csv").read_text()
 
