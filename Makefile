@@ -40,7 +40,7 @@ pages-check: .venv/installed-dev
 # Draw the figures of the pages, and make the pictures of the report with a browser (Chromium)
 figures: .venv/installed-dev
 	$(BIN)/python docs/figures/draw.py
-	PYTHONPATH=scripts:tests:tests/commands $(BIN)/python docs/figures/pictures.py
+	$(BIN)/python docs/figures/pictures.py
 
 report: $(if $(ACTIVE),,.venv/installed)
 	@PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)

@@ -9,12 +9,15 @@ import base64
 import io
 import os
 import re
+import sys
 import tempfile
 from html import unescape
 from pathlib import Path
 from unittest.mock import patch
 
 from PIL import Image
+
+sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("scripts", "tests", "tests/commands")]
 
 from browser import Page
 from class_files import make_class

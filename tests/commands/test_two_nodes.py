@@ -81,7 +81,7 @@ def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, line, co
 
     After a bandwidth test that fails, there is no training. tests/integration runs the test on a slow network.
     """
-    first = 'while [[ $1 != python ]]; do shift; done; SLURM_NODEID=0 "$@"'
+    first = 'while [[ ${1##*/} != python* ]]; do shift; done; SLURM_NODEID=0 "$@"'
     done = two_nodes(first, lines, MASTER_ADDR="127.0.0.1", LOGGERS="no", **variables)
     assert done.returncode == code, done
     (attempt,) = read_attempts(tmp_path / "experiments/mine/results/7.json")
@@ -91,7 +91,7 @@ def test_the_error_line_of_a_process_is_the_reason(two_nodes, tmp_path, line, co
 
 # Run the command of each task, as Slurm does on two nodes. The file `second_ended` says that the second task has ended
 BOTH_NODES = """
-while [[ $1 != python ]]; do shift; done
+while [[ ${1##*/} != python* ]]; do shift; done
 SLURM_PROCID=0 SLURM_NODEID=0 SLURMD_NODENAME=node1 "$@" &
 SLURM_PROCID=1 SLURM_NODEID=1 SLURMD_NODENAME=node2 "$@" || touch second_ended
 wait $!
@@ -134,7 +134,7 @@ def test_the_rank_that_failed_first_decides_although_its_launcher_waits_for_anot
 
 def test_each_node_gets_its_rank_and_keeps_the_network_interface(two_nodes):
     """The stub for srun runs on_node.py as on the second node, with `env` in place of the launcher."""
-    body = 'while [[ $1 != python ]]; do shift; done; SLURM_NODEID=1 "${@:1:3}" env'
+    body = 'while [[ ${1##*/} != python* ]]; do shift; done; SLURM_NODEID=1 "${@:1:3}" env'
     done = two_nodes(body, MASTER_ADDR="10.0.0.1", LOGGERS="no", GLOO_SOCKET_IFNAME="eth0")
     assert done.returncode == 0, done
     assert {"PET_NODE_RANK=1", "GLOO_SOCKET_IFNAME=eth0"} <= set(done.stdout.splitlines())
