@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 COMMANDS = r" *```{language}\n(?:(?!```).)*```"
 CLUSTER, LAPTOP = COMMANDS.format(language="bash cluster"), COMMANDS.format(language="bash")
 CLUSTER_AND_LAPTOP = re.compile(
-    rf"^( *)((?: *(?:On a cluster[^\n]*|Alone):\n\n{CLUSTER}\n\n)+) *(On a laptop[^\n]*:\n\n{LAPTOP})$",
+    rf"^( *)((?: *(?:On a cluster[^\n]*|Self-study):\n\n{CLUSTER}\n\n)+) *(On a laptop[^\n]*:\n\n{LAPTOP})$",
     re.MULTILINE | re.DOTALL,
 )
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="(.*?)">\s*<img alt="(.*?)" src="(.*?)".*?</picture>', re.DOTALL)
