@@ -73,16 +73,9 @@ def one_line(text: str) -> str:
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Run a script's `main`. A WorkshopError ends the process with one line and the error's exit code.
-
-    If nobody reads the output any longer, such as after `| head`, the process ends as by SIGPIPE, without a traceback.
-    """
+    """Run a script's `main`. A WorkshopError ends the process with one line and the error's exit code."""
     try:
         main()
-        print(end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python also flushes stdout at exit
-        sys.exit(128 + signal.SIGPIPE)
     except WorkshopError as error:
         report(error)
         sys.exit(error.code)
