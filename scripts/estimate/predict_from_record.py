@@ -40,13 +40,13 @@ def predicted_memory(record: dict) -> Predicted | None:
         return None
     try:
         parts = predicted_parts(record, measure_python_elsewhere())
-        on_gpu, on_node = totals(parts, record["world_size"] // len(record["nodes"]))
-    except (WorkshopError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return None  # settings and configs of a record may have values of any type
+    except WorkshopError:
+        return None
     state = [
         sum(part.gpu + part.cpu for part in parts if part.name == name) / MIB
         for name in ("parameters", "gradients", "optimizer state")
     ]
+    on_gpu, on_node = totals(parts, record["world_size"] // len(record["nodes"]))
     return Predicted(None if trained_on_cpu(record) else on_gpu / MIB, on_node / MIB, *state)
 
 
