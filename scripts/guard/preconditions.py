@@ -30,6 +30,8 @@ from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import file_system_errors, short_reason
 
+# A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
+LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 # Graphs of one function, after which torch.compile leaves the function as it is. By default it has 8. An epoch without
 # padding has up to 19 pairs of lengths (data_loader.py), each with a graph if ACCELERATE_DYNAMO_USE_DYNAMIC is False
 RECOMPILE_LIMIT = 64
@@ -70,6 +72,7 @@ def check_trainable(
         load_metric()  # if torchmetrics is missing, the run ends now and not after the training
     if args.torch_compile:
         check_torch_compile(args)
+    check_temporary_folder(args)
 
 
 def describe_adapters(model: PreTrainedModel, rank: int) -> str:
@@ -129,6 +132,18 @@ def check_torch_compile(args: Any) -> None:
         except Exception as error:  # PyTorch, Triton and the compilers raise many types
             what = f"{backend} cannot compile on {socket.gethostname()} ({short_reason(error)})"
             raise WorkshopError("--torch_compile", what, "load a C++ compiler, or leave it out", ENVIRONMENT) from error
+
+
+def check_temporary_folder(args: TrainingArguments) -> None:
+    """Raise WorkshopError (exit code 2) if the path of the temporary folder is too long for the data loader's workers.
+
+    Without this check the workers cannot send batches, and the run hangs.
+    """
+    folder = tempfile.gettempdir()
+    length = len(os.fsencode(folder))
+    if args.dataloader_num_workers and length > LONGEST_TEMPORARY_FOLDER:
+        what = f"{folder} has {length} characters, and DATA_WORKERS needs at most {LONGEST_TEMPORARY_FOLDER}"
+        raise WorkshopError("TMPDIR", what, "set it to a shorter path, such as /tmp, or set DATA_WORKERS=0")
 
 
 # 2. Disk space for the checkpoints

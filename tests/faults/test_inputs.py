@@ -86,6 +86,15 @@ def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, words
     assert "canary" not in ended.log
 
 
+def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: Bench, tmp_path):
+    """The workers' socket paths would be too long, and the run would wait for the workers for ever."""
+    long = tmp_path / ("x" * 76)
+    long.mkdir()
+    line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
+    # This needs a new process, because Python looks for the folder only once, and the server has already done so
+    bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
+
+
 @pytest.mark.parametrize("size", [16, 200])
 def test_a_full_cache_is_one_error_line_that_names_the_cache(bench: Bench, size):
     """A disk of 16 KiB is full when the file has been read, and a disk of 200 KiB when its questions are tokenised."""
