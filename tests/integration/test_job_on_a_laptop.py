@@ -6,6 +6,7 @@ import sys
 import torch
 
 from helpers import NO_KNOBS, make_workplace
+from job.memory_logs import read_cpu_log
 from reporting.runs import read_run
 
 # The job answers 32 questions at a time, so that its memory peak lasts long enough for the memory log to sample it
@@ -31,8 +32,11 @@ def test_knobs_reach_the_record_and_the_cpu_log_agrees_on_the_peak_of_the_proces
     run = read_run(done.record_path)
     (counted,) = record["peak_process_mib"]
     said = f"{run.cpu}\n{done}"
-    # A process with PyTorch's CUDA build loads some 100 MiB of libraries at its end, after it has measured its peak
-    assert run.cpu.peak <= (1.15 if torch.version.cuda else 1.05) * counted, said
+    # psrecord counts a process twice while it forks. A process with PyTorch's CUDA build loads some 100 MiB of libraries
+    # at its end, after it has measured its peak
+    (log,) = (done.record_path.parent.parent / "cpu_memory").glob("*.txt")
+    samples = sorted(read_cpu_log(log).mib("process"))
+    assert samples[-len(samples) // 50] <= (1.15 if torch.version.cuda else 1.05) * counted, said
     # On a busy machine psrecord waits for a core too, and may miss part of a short peak
     assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
     assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in done.out
