@@ -11,7 +11,7 @@ repository=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 for program in debootstrap ch-run slurmctld unshare; do
   PATH=$PATH:/usr/sbin command -v $program >/dev/null || { echo "skipped: there is no $program" && exit; }
 done
-folder=$(mktemp -d /tmp/image-XXXX)
+folder=$(mktemp -d /var/tmp/image-XXXX) # ch-run mounts TMPDIR at /tmp, so below /tmp the image would not see it
 chmod 755 "$folder"
 as_user() { # run the rest of the line as nobody, without the caller's environment
   env -i USER=nobody HOME="$folder/user" PATH=/usr/sbin:/usr/bin:/sbin:/bin setpriv --reuid=nobody --regid=nogroup --clear-groups "$@"
@@ -59,7 +59,7 @@ submit() { # FOLDER VARIABLE=VALUE...
   (cd "experiments/$1" && env "${@:2}" sbatch --parsable ./*.slurm)
 }
 host=PATH=$HOME/host/bin:/usr/bin:/bin # a python that has only requirements-host.txt
-in_image() { echo "CONTAINER=ch-run --cd=$PWD/$1 --set-env=PATH=/opt/workshop/bin:/usr/bin:/bin $image --"; }
+in_image() { echo "CONTAINER=ch-run --cd=$PWD/$1 --bind=/var/tmp --set-env=PATH=/opt/workshop/bin:/usr/bin:/bin $image --"; }
 submit_in_image() { submit "$1" "$host" "$(in_image "experiments/$1")" "${@:2}"; }
 log_of() { cat experiments/{*,*/*}/log/*_"$1".out 2>/dev/null; }
 wait_for() { # JOB CONDITION
@@ -85,7 +85,8 @@ plain=$(submit $two "PATH=$HOME/environment/bin:/usr/bin:/bin")
 wait_for "$plain" has_ended
 one=$(submit_in_image baseline SAVE_STRATEGY=no)
 wait_for "$one" has_ended
-stopped=$(submit_in_image $two REQUEUE=1)
+mkdir "$HOME/temporary"
+stopped=$(submit_in_image $two REQUEUE=1 TMPDIR="$HOME/temporary" DATA_WORKERS=1) # the workers need TMPDIR
 wait_for "$stopped" is_training
 scancel --batch --signal=USR1 "$stopped"
 wait_for "$stopped" has_ended

@@ -59,7 +59,7 @@ def promised_names() -> Iterator[str]:
     now = names()
     for kind, promised in json.loads(PROMISED.read_text()).items():
         for name in sorted({*promised} - {*now[kind]}):
-            remedy = "keep the name, or the next version is 2.0.0: docs/instructor/own-copy.md"
+            remedy = "keep the name, or the next version has another first number: docs/instructor/own-copy.md"
             yield f"{relative_name(PROMISED)}: promises {name} ({kind}), which is gone; {remedy}"
 
 
