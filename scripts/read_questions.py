@@ -5,7 +5,6 @@ The folder tasks/ has the kinds of rows, such as a passage with a question and i
 Each row is used, is empty, or cannot be used for a reason. The reasons are listed, and no row is lost without one.
 """
 
-import contextlib
 import csv
 import json
 import re
@@ -184,10 +183,8 @@ def parse_line(line: str) -> Any:
 def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tuple[Task, Columns, list[str], list[Row]]:
     """Read a CSV or TSV file. Row 1 has the names of the columns.
 
-    A cell between quotes can contain line ends. So a cell whose quote is not closed swallows the following rows, until
-    another quote. If each line of a row is a usable row by itself, the row is such a cell: it is listed, and reading
-    continues with the line after its first one. Only an answer that is a part of its passage shows that a line is a
-    usable row.
+    A cell between quotes can contain line ends. A row whose quote is not closed is listed, and reading continues with
+    the next line.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # Programs for the Macintosh end a row with a carriage return, and may have line feeds in cells
@@ -209,9 +206,6 @@ def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tup
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             task, chosen = choose_task(path, names, columns, free, {})
         elif names:
-            guarded = count > 1 and task is PASSAGE and not free
-            if guarded and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
-                cells, count = RowError("a quote at the beginning of a cell is not closed"), 1
             rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
     return task, chosen, names, rows
@@ -239,17 +233,6 @@ def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) ->
     if IMPOSSIBLE in named:
         named[IMPOSSIBLE] = TRUTH.get(named[IMPOSSIBLE].strip().lower(), named[IMPOSSIBLE])
     return named
-
-
-def is_row(line: str, names: list[str], delimiter: str, chosen: Columns) -> bool:
-    """Return whether a line is a usable row by itself, without its one unpaired quotation mark."""
-    # Inside a quoted cell, a quotation mark is written twice. So an odd number of marks in a row has an unpaired one
-    unpaired = [run.start() for run in re.finditer(r'(?<!")"(?:"")*(?!")', line)]
-    for text in [line, *(line[:mark] + line[mark + 1 :] for mark in unpaired)]:
-        with contextlib.suppress(RowError):
-            cells = next_row([text], 0, delimiter)[0]
-            return bool(check_row(Row("", name_cells(cells, names, delimiter)), PASSAGE, chosen))
-    return False
 
 
 # 2. Rows
