@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
@@ -207,11 +206,6 @@ class WorkshopTrainer(UpstreamFixes):
         begun = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         self.saved_step = self.state.global_step
         return begun
-
-    def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Return the names of the parameters with weight decay. transformers also decays Mamba's last norm."""
-        # The patterns are in lower case. Mamba's A_log and D are not matrices of a product
-        return get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_weights(self.model, self.state.global_step)
