@@ -48,9 +48,6 @@ def check_trainable(
     meta_model: the model without memory for its weights.
     """
     check_model(meta_model, tokenizer, settings.data.max_length)
-    if getattr(meta_model.config.get_text_config(), "output_router_logits", False):
-        what = "output_router_logits adds a loss of the router, which depends on gradient accumulation and on the ranks"
-        raise WorkshopError("--model_name", what, "set output_router_logits to false in its config.json")
     if settings.model.lora_rank:
         print_once(describe_adapters(meta_model, settings.model.lora_rank))
     if settings.model.loss == "chunked":
