@@ -208,7 +208,7 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
         )
     queued = (queued_jobs() or {}).get(job_id)
     if log or queued:
-        state = f"{queued.state} ({queued.reason})" if queued else "running"
+        state = "{state} ({reason})".format_map(queued) if queued else "running"
         problem = f"{job_id} has no run record yet: its state is {state.removesuffix(' (None)')}"
         raise WorkshopError("--job", problem, f"experiments/watch.sh {job_id} shows when its training begins")
     raise WorkshopError("--job", f"no run has the id {job_id}", "give a job id, or the path of results/<job_id>.json")

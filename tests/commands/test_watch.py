@@ -36,8 +36,8 @@ ID = "local-20261120-101010-7"
 # Stubs of squeue
 NOT_IN_THE_QUEUE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 NO_ANSWER = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
-RUNNING = "echo 'RUNNING|None|node[1-3]|2:01|57:59|N/A|/w'"
-PENDING = "echo 'PENDING|Resources||0:00|1:00:00|N/A|/w'"
+RUNNING = "echo '4711|RUNNING|None|node[1-3]|2:01|57:59|N/A|/w'"
+PENDING = "echo '4711|PENDING|Resources||0:00|1:00:00|N/A|/w'"
 # The log of a job that runs, and lines that it may have at its end
 LOG = """job 4711 of experiments/mine/x: site a, 3 node(s) x 1 rank(s)
 nodes: node1 node2 node3
