@@ -18,7 +18,6 @@ from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import ZERO, Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from guard.checkpoints import complete_checkpoints
-from measure.exact_match import load_metric
 from measure.flops import other_matrices, tokens_in_sight
 from model import check_model, count_parameters
 from models.bloom_sdpa import attention_name
@@ -65,8 +64,6 @@ def check_trainable(
         check_wrap_classes(settings.fsdp_config, settings.trainer.fsdp_config, meta_model)
     if settings.model.tensor_parallel > 1:
         check_tensor_parallel_model(meta_model, settings.model.tensor_parallel)
-    if settings.data.em_f1 is not False:  # None: the kind of data decides
-        load_metric()  # if torchmetrics is missing, the run ends now and not after the training
     if args.torch_compile:
         check_torch_compile(args)
     check_temporary_folder(args)
