@@ -53,7 +53,7 @@ def view_job(job: str, log: Path | None) -> tuple[list[str], bool]:
     queue = None if answer is None else answer.get(job, {})
     if not log and queue == {}:
         problem = "no job in Slurm's queue and no log in experiments/ has this id"
-        raise WorkshopError(job, problem, "squeue --me lists your jobs")
+        raise WorkshopError(job or "watch.sh", problem, "squeue --me lists your jobs")
     folder = log.parent.parent if log else Path((queue or {}).get("folder", ""))
     text = log_end(log)
     status, code = read_summary(text)

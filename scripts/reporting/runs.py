@@ -271,8 +271,6 @@ def read_run(path: Path) -> ReportedRun:
             run.status_notes.append(f"exit code {code}")
     else:
         run.job_id = run.record.job_id or run.job_id
-        if "\N{REPLACEMENT CHARACTER}" in repr(run.record):
-            run.problems.append(f"{path}: a character in it is damaged, and is shown as \N{REPLACEMENT CHARACTER}")
         set_status(run)
     add_memory(run)
     return run

@@ -254,8 +254,8 @@ def test_before_the_first_step_the_last_line_that_helps_is_shown(workshop, watch
     ("arguments", "error"),
     [
         (["4711"], "4711: no job in Slurm's queue and no log in experiments/ has this id; squeue --me lists your jobs"),
-        (["a b"], "a b: this is not the id of a job; give the number that sbatch printed, or local-... of a run"),
-        ([], "watch.sh: this is not the id of a job; "),
+        (["../x"], "../x: no job in Slurm's queue and no log in experiments/ has this id; "),
+        ([], "watch.sh: no job in Slurm's queue and no log in experiments/ has this id; "),
         (["1", "2"], "command line: unrecognized arguments: 2; see --help"),
     ],
 )
