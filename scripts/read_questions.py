@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import HALF_CHARACTER, WorkshopError
-from shared.json_files import decode, is_json_lines, parse_json, read_bytes
+from shared.json_files import decode, parse_json, read_bytes
 from tasks import choose_task
 from tasks.passage import IMPOSSIBLE, NOT_IN_PASSAGE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
 from tasks.task import IDS, Columns, RowError, Task
@@ -138,7 +138,8 @@ def read_rows(path: str, text: str, columns: str | None, free: bool) -> tuple[Ta
         return TEXT, Columns("text"), [], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns, free)
-    if kind in (".jsonl", ".ndjson") or is_json_lines(text):
+    # Between two objects of JSON Lines there is no comma
+    if kind in (".jsonl", ".ndjson") or re.search(r"\}\s*[\r\n]\s*\{", text):
         lines = re.split(r"\r\n?|\n", text)  # splitlines would also split inside texts, at U+2028
         rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
     else:

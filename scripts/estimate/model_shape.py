@@ -328,13 +328,6 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
     return forward.tokens * (2 * summed * text.hidden_size + gathered)
 
 
-def untied_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Return the weight of the input embedding in a list, which is empty if the head has the same weight."""
-    head = model.get_output_embeddings()
-    weight = model.get_input_embeddings().weight
-    return [] if head is not None and head.weight is weight else [weight]
-
-
 @lru_cache
 def trace(forward: ForwardPass) -> Shape:
     """Trace the passes of a micro batch on tensors without storage, and count the bytes that are alive."""
@@ -349,10 +342,11 @@ def trace(forward: ForwardPass) -> Shape:
             held = whole | {name: whole[name] // forward.tensor_parallel for name in cut}
             cut_matrices(model, forward.tensor_parallel)
             exchanged = exchanged_bytes(model, forward)
-        numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         blocks = named_blocks(model)
         history = run_passes(model, list(blocks.values()), forward)
     text = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
     return Shape(
         model=sum(whole.values()),
         uncut=sum(size for name, size in whole.items() if name not in cut),
@@ -366,7 +360,7 @@ def trace(forward: ForwardPass) -> Shape:
         rows=tuple(len(parameter) for parameter in model.parameters()),
         blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
         recomputes=forward.recomputes,
-        embedding=tuple(numbers[id(parameter)] for parameter in untied_embedding(model)),
+        embedding=tuple(number for number, p in enumerate(model.parameters()) if p is embedding and not tied),
         trained=tuple(parameter.requires_grad for parameter in model.parameters()),
     )
 

@@ -172,15 +172,8 @@ def queued_run(folder: Path, job_id: str, queued: dict[str, str]) -> ReportedRun
 def distinct_names(folders: list[Path]) -> list[str]:
     """Return the part of each path that differs from the other paths: /home/alice/workshop -> alice."""
     parts = [folder.parts for folder in folders]
-    start, end = common_length(parts), common_length([path[::-1] for path in parts])
+    start, end = (len(os.path.commonprefix(each)) for each in (parts, [path[::-1] for path in parts]))
     return ["/".join(path[start : len(path) - end]) or path[-1] for path in parts]
-
-
-def common_length(paths: list[tuple[str, ...]]) -> int:
-    """Return the number of parts with which all paths begin."""
-    if len(paths) == 1:
-        return len(paths[0]) - 1
-    return next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
 
 
 def select_experiments(words: list[str], source: str = "--experiments") -> list[str]:

@@ -61,8 +61,9 @@ def view_job(job: str, log: Path | None) -> tuple[list[str], bool]:
     state = state_in_queue(queue) if queue else ""
     if queue is None and not summary:
         state = "unknown: Slurm does not answer"
-    elif not job.isdigit() and is_running(folder, job, text):
-        state = "running"
+    elif not job.isdigit() and os.path.isdir(folder / "results" / f".{job}"):
+        # A run without Slurm locks its folder. Before its log's first line, our own lock could be in the way
+        state = "running" if not text or is_alive(record_path(folder, job)) else state
     runs = not summary and state.startswith(("running", "RUNNING", "unknown"))
     lines = [f"job {job}" + (f" in {os.path.relpath(folder, REPOSITORY)}" if folder.name else "")]
     problem = f"its log cannot be read: {read_problem(log)}" if read_problem(log) else ""
@@ -84,12 +85,6 @@ def view_job(job: str, log: Path | None) -> tuple[list[str], bool]:
     elif runs:
         lines += node_rows(folder, job, text, queue or {})
     return list(map(one_line, lines)), bool(state)
-
-
-def is_running(folder: Path, job: str, text: str) -> bool:
-    """Return True if a run without Slurm has not ended. It holds a lock on its folder while it runs."""
-    # Before the log's first line, our own lock could be in the way of the run's lock
-    return os.path.isdir(folder / "results" / f".{job}") and (not text or is_alive(record_path(folder, job)))
 
 
 def age(path: Path) -> float:

@@ -51,8 +51,6 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                               [], {"WORLD_SIZE": "abc"}),
     "a run that saved only adapters": ("mine: holds the model of a finished run; give another --output_dir, ...", [],
                                        {"OUTPUT_DIR": "mine", "files": {"mine/adapter/adapter_config.json": "{}"}}),
-    "too large a rank": ("--lora_rank: 65 is too large for all linear layers; give at most 64",
-                         ["--lora_rank", 65], {}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
     "a truncated record of this job": ("results/7.json: is not a valid run record (...); ...",
                                        [], {"files": {"results/7.json": '{"status": "comp'}}),
