@@ -31,7 +31,7 @@ def render_page(tables: list[Table], runs: list[ReportedRun], plots: dict[str, l
     """Return the whole report as HTML.
 
     runs: all runs, oldest first. plots: table name -> its plots, which the page embeds.
-    summary: a sentence that explains the rows, then the results of the comparison with a reference.
+    summary: a sentence that explains the rows, and one on the comparison with a reference.
     """
     style, policy = content_policy("page.css")
     filled = [table for table in tables if table.has_runs]
