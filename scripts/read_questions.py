@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import HALF_CHARACTER, WorkshopError
+from shared.errors import HALF_CHARACTER, WorkshopError, join_first
 from shared.json_files import decode, parse_json, read_bytes
 from tasks import choose_task
 from tasks.passage import IMPOSSIBLE, NOT_IN_PASSAGE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
@@ -98,11 +98,11 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
     assert used + len(unusable) + empty == len(rows), "each row is used, empty, or listed"
     kind = "questions" if chosen.squad else "rows"
     if unusable and not skip:
-        what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
+        what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {join_first(unusable, most=SHOWN)}"
         free = "give ANSWERS=free to allow such answers, " if any(NOT_IN_PASSAGE in row for row in unusable) else ""
         raise WorkshopError(path, what, f"correct them, {free}or leave them out with BAD_ROWS=skip")
     if not found:
-        what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
+        what = f"has no {kind} that can be used: {join_first(unusable, most=SHOWN)}" if unusable else f"has no {kind}"
         raise WorkshopError(path, what, "see data/README.md for the formats")
     read = ", ".join(filter(None, [chosen.first, chosen.second, " + ".join(chosen.others)]))
     unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
@@ -112,7 +112,7 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
         purpose = f" for {len(found)} question(s)" if used > len(found) else ""
         notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
     if unusable:
-        notes.append(f"left out: {shorten_list(unusable)}")
+        notes.append(f"left out: {join_first(unusable, most=SHOWN)}")
     return Reading([*found.values()], notes, unusable)
 
 
@@ -121,11 +121,6 @@ def merge_answers(answers: list[str], others: list[str]) -> None:
     if (answers == [UNANSWERABLE]) != (others == [UNANSWERABLE]):
         raise RowError("the question is also in another row, and only one of the rows has an answer")
     answers += [answer for answer in others if answer not in answers]
-
-
-def shorten_list(entries: list[str]) -> str:
-    more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
-    return ", ".join(entries[:SHOWN]) + more
 
 
 # 1. Formats
