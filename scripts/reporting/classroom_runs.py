@@ -172,7 +172,8 @@ def queued_run(folder: Path, job_id: str, queued: dict[str, str]) -> ReportedRun
 def distinct_names(folders: list[Path]) -> list[str]:
     """Return the part of each path that differs from the other paths: /home/alice/workshop -> alice."""
     parts = [folder.parts for folder in folders]
-    start, end = (len(os.path.commonprefix(each)) for each in (parts, [path[::-1] for path in parts]))
+    both_ways = (parts, [path[::-1] for path in parts])
+    start, end = (len(os.path.commonprefix(each)) for each in both_ways)  # noqa: RUF071 - of tuples, it compares parts
     return ["/".join(path[start : len(path) - end]) or path[-1] for path in parts]
 
 

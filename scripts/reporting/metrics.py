@@ -272,9 +272,7 @@ METRICS = {
     "held_optimizer_state": Metric("Optimizer state (MiB)", largest("held", "optimizer_state", BYTES_PER_MIB)),
     "held_state": Metric(
         "Model state (MiB)",
-        combined(
-            lambda *parts: sum(parts), *(largest("held", part.replace(" ", "_"), BYTES_PER_MIB) for part in HELD)
-        ),
+        combined(lambda *parts: sum(parts), *(largest("held", part.replace(" ", "_"), BYTES_PER_MIB) for part in HELD)),
     ),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
