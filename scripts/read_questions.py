@@ -133,7 +133,7 @@ def read_rows(path: str, text: str, columns: str | None, free: bool) -> tuple[Ta
         return TEXT, Columns("text"), [], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns, free)
-    # Between two objects of JSON Lines there is no comma
+    # Two objects of JSON Lines have no comma between them
     if kind in (".jsonl", ".ndjson") or re.search(r"\}\s*[\r\n]\s*\{", text):
         lines = re.split(r"\r\n?|\n", text)  # splitlines would also split inside texts, at U+2028
         rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
