@@ -623,22 +623,6 @@ def bloom(size: str, flags: str = "") -> float:
     return gib(f"--model_name bigscience/bloom-{size} {flags}")
 
 
-def gathers() -> None:
-    """Print how often ZeRO-3 gathers the parameters of each BLOOM in a micro batch."""
-    from estimate.command_line import parse_plan
-    from estimate.model_shape import trace_shape
-    from estimate.zero3_gathering import gathered_elements
-
-    names = [f"bloom-{size}" for size in ("560m", "1b1", "1b7", "3b", "7b1")]
-    times = []
-    for name in names:
-        flags = ["--model_name", f"bigscience/{name}", "--deepspeed", "ds_configs/zero3.json"]
-        settings = parse_plan(flags, environment={})
-        shape = trace_shape(settings)
-        times.append(f"{gathered_elements(shape, settings.zero) / shape.parameters:.2f}")
-    show_table(["", *names], [["Gathered per micro batch, in times the parameters", *times]])
-
-
 def activations_of_attention() -> None:
     flags = "--bf16 --loss chunked --max_length {} --attention {}"
     kinds = ("eager", "sdpa")

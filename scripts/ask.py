@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--context", help="file with the text that contains the answer; passages need it")
     parser.add_argument("--max_length", "--max-length", default=DEFAULTS["max_length"], help="as in the training")
     arguments = parser.parse_args()
-    context = read_text(arguments.context) if arguments.context else ""
+    context = ""
+    if path := arguments.context:
+        context = decode(path, read_bytes(path, READABLE)).strip()
     flags = ["--model_name", arguments.model_name, "--max_length", str(arguments.max_length)]
     settings = parse_command_line(__doc__, flags)
     tokenizer = load_tokenizer(settings.model, settings.data)
@@ -83,14 +85,6 @@ def trained_task(config: Any, chat_template: str | None, context: str) -> Task:
         remedy = "give a file with the text that contains the answer"
         raise WorkshopError("--context", "is missing, and this model answers questions about a text", remedy)
     return task
-
-
-def read_text(path: str) -> str:
-    """Return the content of a text file. Raise WorkshopError (exit code 2) if it is unusable."""
-    text = decode(path, read_bytes(path, READABLE))
-    if not text.strip():
-        raise WorkshopError(path, "is empty", "give a file with the text that contains the answer")
-    return text.strip()
 
 
 def typed_questions() -> Iterator[str]:

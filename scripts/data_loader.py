@@ -18,14 +18,14 @@ from distributed.collectives import print_once
 from read_questions import (
     FORMATS,
     HELD_OUT_EVERY,
+    SHOWN,
     Reading,
     Row,
     check_rows,
     choose_part,
     read_file,
-    shorten_list,
 )
-from shared.errors import WorkshopError
+from shared.errors import WorkshopError, join_first
 from shared.files import check_readable
 from shared.hub import check_relative_path, file_system_errors, loading_errors, offline_without_network
 from tasks import choose_task, task_of
@@ -137,9 +137,9 @@ def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple
         return rows, []
     unusable = [f"{row['id']}: {row['unusable']}" for row in rows.select(places)]
     if data_args.bad_rows != "skip" or len(places) == len(rows):
-        what = f"{len(places)} of {len(rows)} rows cannot be used: {shorten_list(unusable)}"
+        what = f"{len(places)} of {len(rows)} rows cannot be used: {join_first(unusable, most=SHOWN)}"
         raise WorkshopError(name, what, "correct them, or leave them out with BAD_ROWS=skip")
-    print_once(f"left out: {shorten_list(unusable)}")
+    print_once(f"left out: {join_first(unusable, most=SHOWN)}")
     return rows.select(sorted({*range(len(rows))} - {*places})), [f"{name}: {row}" for row in unusable]
 
 

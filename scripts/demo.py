@@ -15,7 +15,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from config import KNOBS
+from checks.jobs import drop_settings
 from reporting.definitions import table_definition
 from reporting.metrics import HELD, metric_value
 from reporting.render import grid, table_lines
@@ -111,8 +111,6 @@ def memorise(folder: Path) -> bool:
     """
     print(f"\nOne more training: {MEMORISE['NUM_EPOCHS']} steps on the same 8 questions", flush=True)
     folder.mkdir(parents=True)
-    own = {knob.variable for knob in KNOBS}
-    variables = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("SLURM_")}
     answers = {}
     programs = {}
     for script in ("evaluate.py", "train.py"):
@@ -120,7 +118,7 @@ def memorise(folder: Path) -> bool:
             programs[script] = subprocess.Popen(
                 [sys.executable, REPOSITORY / "scripts" / script, "--eval_strategy", "no"],
                 cwd=folder,
-                env=variables | MEMORISE,
+                env=drop_settings(os.environ, folder) | MEMORISE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -32,17 +32,15 @@ from tasks import task_of
 def main() -> None:
     draw_bars_on_terminals_only()
     settings = parse_command_line(__doc__)
-    sharding = {
+    of_training = {
         "deepspeed": settings.trainer.deepspeed,
         "fsdp": settings.trainer.fsdp,
         "tensor_parallel": settings.model.tensor_parallel > 1,
+        "lora_rank": settings.model.lora_rank,  # the weights of a saved model contain the adapters
     }
-    for flag, given in sharding.items():
+    for flag, given in of_training.items():
         if given:
-            raise settings.error(flag, "evaluation holds the whole model on every rank", "leave the flag out")
-    if settings.model.lora_rank:
-        what = "has no effect on a saved model, whose weights contain the adapters"
-        raise settings.error("lora_rank", what, "leave it out")
+            raise settings.error(flag, "evaluation holds the whole saved model on every rank", "leave it out")
     prepare_environment(shards=False)
     args = training_arguments(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
     adopt_process_group(args, with_deepspeed=False)

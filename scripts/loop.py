@@ -229,8 +229,8 @@ def make_optimizer(
     """Return AdamW, or a placeholder for the optimizer that a DeepSpeed config names."""
     if "optimizer" in (settings.deepspeed_config or {}):
         return DummyOptim(list(model.parameters()))  # under DeepSpeed, weight decay applies to every parameter
-    # Biases, norms, and Mamba's A_log and D do not decay
-    names = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
+    # Biases and norms do not decay
+    names = get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm"])
     decay: list[torch.nn.Parameter] = []
     no_decay: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():

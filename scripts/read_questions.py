@@ -5,7 +5,6 @@ The folder tasks/ has the kinds of rows, such as a passage with a question and i
 Each row is used, is empty, or cannot be used for a reason. The reasons are listed, and no row is lost without one.
 """
 
-import contextlib
 import csv
 import json
 import re
@@ -13,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import HALF_CHARACTER, WorkshopError
-from shared.json_files import decode, is_json_lines, parse_json, read_bytes
+from shared.errors import HALF_CHARACTER, WorkshopError, join_first
+from shared.json_files import decode, parse_json, read_bytes
 from tasks import choose_task
 from tasks.passage import IMPOSSIBLE, NOT_IN_PASSAGE, PASSAGE, SQUAD, TRUTH, UNANSWERABLE
 from tasks.task import IDS, Columns, RowError, Task
@@ -99,11 +98,11 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
     assert used + len(unusable) + empty == len(rows), "each row is used, empty, or listed"
     kind = "questions" if chosen.squad else "rows"
     if unusable and not skip:
-        what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
+        what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {join_first(unusable, most=SHOWN)}"
         free = "give ANSWERS=free to allow such answers, " if any(NOT_IN_PASSAGE in row for row in unusable) else ""
         raise WorkshopError(path, what, f"correct them, {free}or leave them out with BAD_ROWS=skip")
     if not found:
-        what = f"has no {kind} that can be used: {shorten_list(unusable)}" if unusable else f"has no {kind}"
+        what = f"has no {kind} that can be used: {join_first(unusable, most=SHOWN)}" if unusable else f"has no {kind}"
         raise WorkshopError(path, what, "see data/README.md for the formats")
     read = ", ".join(filter(None, [chosen.first, chosen.second, " + ".join(chosen.others)]))
     unread = [name for name in names if name not in (*chosen[:2], *chosen.others, *IDS, IMPOSSIBLE)]
@@ -113,7 +112,7 @@ def check_rows(path: str, task: Task, chosen: Columns, names: list[str], rows: l
         purpose = f" for {len(found)} question(s)" if used > len(found) else ""
         notes.append(f"rows of {path}: {used} used{purpose}, {len(unusable)} left out, {empty} empty")
     if unusable:
-        notes.append(f"left out: {shorten_list(unusable)}")
+        notes.append(f"left out: {join_first(unusable, most=SHOWN)}")
     return Reading([*found.values()], notes, unusable)
 
 
@@ -122,11 +121,6 @@ def merge_answers(answers: list[str], others: list[str]) -> None:
     if (answers == [UNANSWERABLE]) != (others == [UNANSWERABLE]):
         raise RowError("the question is also in another row, and only one of the rows has an answer")
     answers += [answer for answer in others if answer not in answers]
-
-
-def shorten_list(entries: list[str]) -> str:
-    more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
-    return ", ".join(entries[:SHOWN]) + more
 
 
 # 1. Formats
@@ -139,7 +133,8 @@ def read_rows(path: str, text: str, columns: str | None, free: bool) -> tuple[Ta
         return TEXT, Columns("text"), [], [Row(Path(path).name, {"text": text} if text.strip() else None)]
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns, free)
-    if kind in (".jsonl", ".ndjson") or is_json_lines(text):
+    # Two objects of JSON Lines have no comma between them
+    if kind in (".jsonl", ".ndjson") or re.search(r"\}\s*[\r\n]\s*\{", text):
         lines = re.split(r"\r\n?|\n", text)  # splitlines would also split inside texts, at U+2028
         rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
     else:
@@ -184,10 +179,8 @@ def parse_line(line: str) -> Any:
 def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tuple[Task, Columns, list[str], list[Row]]:
     """Read a CSV or TSV file. Row 1 has the names of the columns.
 
-    A cell between quotes can contain line ends. So a cell whose quote is not closed swallows the following rows, until
-    another quote. If each line of a row is a usable row by itself, the row is such a cell: it is listed, and reading
-    continues with the line after its first one. Only an answer that is a part of its passage shows that a line is a
-    usable row.
+    A cell between quotes can contain line ends. A row whose quote is not closed is listed, and reading continues with
+    the next line.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # Programs for the Macintosh end a row with a carriage return, and may have line feeds in cells
@@ -209,9 +202,6 @@ def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tup
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             task, chosen = choose_task(path, names, columns, free, {})
         elif names:
-            guarded = count > 1 and task is PASSAGE and not free
-            if guarded and all(is_row(line, names, delimiter, chosen) for line in lines[first : first + count]):
-                cells, count = RowError("a quote at the beginning of a cell is not closed"), 1
             rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
     return task, chosen, names, rows
@@ -239,17 +229,6 @@ def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) ->
     if IMPOSSIBLE in named:
         named[IMPOSSIBLE] = TRUTH.get(named[IMPOSSIBLE].strip().lower(), named[IMPOSSIBLE])
     return named
-
-
-def is_row(line: str, names: list[str], delimiter: str, chosen: Columns) -> bool:
-    """Return whether a line is a usable row by itself, without its one unpaired quotation mark."""
-    # Inside a quoted cell, a quotation mark is written twice. So an odd number of marks in a row has an unpaired one
-    unpaired = [run.start() for run in re.finditer(r'(?<!")"(?:"")*(?!")', line)]
-    for text in [line, *(line[:mark] + line[mark + 1 :] for mark in unpaired)]:
-        with contextlib.suppress(RowError):
-            cells = next_row([text], 0, delimiter)[0]
-            return bool(check_row(Row("", name_cells(cells, names, delimiter)), PASSAGE, chosen))
-    return False
 
 
 # 2. Rows

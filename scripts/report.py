@@ -56,16 +56,11 @@ def main() -> None:
         plan = ClassPlan(arguments.people, arguments.gpus or 16, arguments.agenda or "afternoon")
         print(plan.describe(find_runs(folders)))
     elif arguments.job:
-        print(job_table(find_job(arguments.job, default)))
+        job = arguments.job
+        is_path = "/" in job or job.endswith(".json") or os.path.isfile(job)
+        print(job_table(Path(job) if is_path else find_record(job, [Path("results"), *default])))
     else:
         print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
-
-
-def find_job(job: str, folders: list[Path]) -> Path:
-    """Return the path of a run record. job: this path, or the id of a run in the current folder or these folders."""
-    if "/" in job or job.endswith(".json") or os.path.isfile(job):
-        return Path(job)
-    return find_record(job, [Path("results"), *folders])
 
 
 def job_table(path: Path) -> str:

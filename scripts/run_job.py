@@ -29,6 +29,7 @@ from distributed.rendezvous import free_port, node_name
 from job import on_node
 from job.directives import gpus_per_node, parse_count, read_directives
 from job.end_of_job import End, ask_slurm, begin_attempt, end_attempt, note_attempt, sweep
+from records.git_state import git_status
 from records.schema import Attempt, Record, check_job_id, read_record
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, report, run_program, survive_lost_output, whole_number
 from shared.paths import CHECKPOINT_MARKER, REPOSITORY
@@ -266,11 +267,10 @@ def prepare(job: Job) -> None:
     # the same number. So a restarted job uses up the numbers of its earlier attempts
     for _ in range(2 * (job.attempt.attempt - 1) if job.restarts and job.nodes > 1 else 0):
         subprocess.run(["srun", "--quiet", "--nodes=1", "--ntasks=1", "true"], check=False)
-    # Run git here, for records/git_state.py. A large training would fork to start git, and a memory log may count its
+    # Run git here, and not in the training. A large training would fork to start git, and a memory log may count its
     # memory twice during the fork
-    status = ["git", "--no-optional-locks", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z"]
-    with contextlib.suppress(subprocess.TimeoutExpired, OSError), (job.run_dir / "git_status").open("wb") as file:
-        subprocess.run(status, stdout=file, stderr=subprocess.DEVNULL, timeout=20)
+    with contextlib.suppress(OSError):
+        (job.run_dir / "git_status").write_text(git_status(), encoding="utf-8")
     print(f"job {job.id} of {job}, rendezvous {address}:{os.environ['MASTER_PORT']}")
     print("\n".join([f"nodes: {' '.join(job.attempt.nodes)}", *job.notes]))
     if job.nodes < job.all_nodes:

@@ -14,9 +14,8 @@ import textwrap
 import time
 from glob import escape
 
-from records.schema import JOB_ID
 from reporting.job_view import newest_job, newest_log, view_job
-from shared.errors import OneLineErrors, WorkshopError, run_program
+from shared.errors import OneLineErrors, run_program
 from shared.paths import EXPERIMENTS
 
 REFRESH = 5  # seconds
@@ -30,9 +29,6 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="print one view and end")
     arguments = parser.parse_args()
     job = newest_job() if arguments.job is None else arguments.job
-    if not JOB_ID.fullmatch(job):
-        remedy = "give the number that sbatch printed, or local-... of a run without Slurm"
-        raise WorkshopError(job or "watch.sh", "this is not the id of a job", remedy)
     try:
         watch(job, arguments.once or not sys.stdout.isatty())
     except KeyboardInterrupt:

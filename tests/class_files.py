@@ -35,8 +35,9 @@ class MadeUpClass:
     def install_squeue(self, folder: Path) -> Path:
         """Write a program squeue that answers only the report's own question. Returns its folder, for PATH."""
         answer = folder / "queue"
-        write(answer, "".join(f"{line}\n" for line in self.queue))
-        program = f'#!/bin/sh\ncase "$*" in *"--format=%A|%T|%r|%Z") cat "{answer}" ;; *) exit 1 ;; esac\n'
+        rows = (line.rpartition("|") for line in self.queue)
+        write(answer, "".join(f"{job}|||||{folder}\n" for job, _, folder in rows))
+        program = f'#!/bin/sh\ncase "$*" in *"--format=%A|%T|%r|%N|%M|%L|%S|%Z") cat "{answer}" ;; *) exit 1 ;; esac\n'
         write(folder / "bin" / "squeue", program)
         (folder / "bin" / "squeue").chmod(0o755)
         return folder / "bin"

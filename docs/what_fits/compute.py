@@ -13,7 +13,6 @@ import re
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -158,8 +157,7 @@ def layout_numbers(model: list[str], precision: str, accumulation: int, nodes: i
     """Compute a row of numbers for each config. The row is empty if the config cannot be used with this layout.
 
     A row has: MiB on a GPU for each part in WHOLE_STEP; MiB on a GPU for each part in BY_INTERVAL and each interval;
-    MiB of CPU memory on a node; MB that a rank sends in a step; MB that a rank sends to other nodes. The row of a
-    ZeRO-3 config ends with the last two numbers under activation checkpointing, with which ZeRO-3 sends more.
+    MiB of CPU memory on a node; MB that a rank sends in a step; MB that a rank sends to other nodes.
     """
     flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
     rows = []
@@ -176,11 +174,6 @@ def layout_numbers(model: list[str], precision: str, accumulation: int, nodes: i
         ]
         held.append(totals(parts, per_node)[1])
         sent = [sent_bytes(shape, settings), bytes_between_nodes(shape, settings)]
-        if settings.zero.get("stage") == 3:
-            trainer = replace(settings.trainer, activation_checkpointing=True)
-            checkpointed = replace(settings, trainer=trainer)
-            shape = trace_shape(checkpointed)
-            sent += [sent_bytes(shape, checkpointed), bytes_between_nodes(shape, checkpointed)]
         rows.append([round(size / MIB) for size in held] + [round(size / MB) for size in sent])
     return rows
 

@@ -76,9 +76,7 @@
     const take = () => row.splice(0, numbers.intervals.length);
     const [parameters, optimizerState] = row.splice(0, numbers.whole_step.length);
     const [gradients, buffers] = [take(), take()];
-    const cpu = row.shift();
-    // ZeRO-3 has two more numbers, for activation checkpointing
-    const [sent, sentBetweenNodes] = choice.checkpointing === "yes" && row.length > 2 ? row.slice(2) : row;
+    const [cpu, sent, sentBetweenNodes] = row;
     const candidates = [...passStates(method), { interval: "step", held: [0, 0, 0] }].map(({ interval, held }) => {
       const place = numbers.intervals.indexOf(interval);
       const state = [parameters, gradients[place], optimizerState, buffers[place]];

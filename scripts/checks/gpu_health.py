@@ -1,7 +1,7 @@
 """Health of a GPU: throttling, memory errors and clocks, read through NVML.
 
 NVML is the library that nvidia-smi uses. For each value that a GPU does not have, NVML reports an error. nvidia-smi
-rejects a whole query if the driver does not know one of its fields. Newer drivers renamed the fields for throttling.
+rejects a whole query if the driver does not know one of its fields.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def gpu_health(index: int) -> tuple[str, ...]:
         gpu = find_gpu(index)
     except pynvml.NVMLError as error:
         return "ok", f"health not checked: {error}"
-    reasons = throttle_reasons(gpu)
+    reasons = read(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)  # bits; drivers before 535 have none
     faults = [fault for bit, fault in FAULTS.items() if bit & (reasons or 0)]
     uncorrected, corrected = ecc_errors(gpu, "UNCORRECTED"), ecc_errors(gpu, "CORRECTED")
     findings = [f"throttled: {', '.join(faults)}" if faults else "not throttled"]
@@ -54,14 +54,6 @@ def read(query: Callable[..., int], *arguments: Any) -> int | None:
         return query(*arguments)
     except pynvml.NVMLError:
         return None
-
-
-def throttle_reasons(gpu: Any) -> int | None:
-    """Return the bits that say why the clocks are low."""
-    reasons = read(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)
-    if reasons is None:  # older drivers know only the old name
-        reasons = read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
-    return reasons
 
 
 def ecc_errors(gpu: Any, kind: str) -> int | None:

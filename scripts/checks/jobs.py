@@ -141,7 +141,8 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
                 yield "fail", name, f"{state} ({reason})", remedy
     finally:
         # Find the jobs by their folder, because a signal may come before submit.sh has printed them
-        own = [job_id for job_id, job in (queued_jobs() or {}).items() if job.folder.startswith(f"{folder.resolve()}/")]
+        jobs = (queued_jobs() or {}).items()
+        own = [job_id for job_id, job in jobs if job["folder"].startswith(f"{folder.resolve()}/")]
         run_command("scancel", *own)
 
 

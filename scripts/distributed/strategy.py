@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass, field, replace
 
 from settings.settings import Settings
-from shared.errors import WorkshopError
 
 GRADIENTS, OPTIMIZER, WEIGHTS = "gradients", "optimizer state", "weights"
 
@@ -123,17 +122,12 @@ BY_NAME = {each.name: each for each in (*STRATEGIES, TENSOR_PARALLEL, TENSOR_PAR
 
 
 def choose_strategy(settings: Settings, ranks: int) -> Strategy:
-    """Return the requested strategy with its degrees. The settings contain the content of their config files.
-
-    Raises WorkshopError (exit code 2) if the degrees do not multiply to the number of ranks.
-    """
+    """Return the requested strategy with its degrees. The settings contain the content of their config files."""
     strategy = strategy_without_degrees(settings, ranks)
     tensor = settings.model.tensor_parallel
     config = settings.fsdp_config or {}
     shards = config.get("dp_shard_size", ranks // tensor if strategy.shards else 1)
     degrees = Degrees(config.get("dp_replicate_size", ranks // tensor // shards), shards, tensor)
-    if degrees.ranks != ranks:
-        raise WorkshopError(strategy.name, f"divides {degrees}, not {ranks}", f"start {degrees.ranks}")
     return replace(strategy, degrees=degrees)
 
 

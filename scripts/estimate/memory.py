@@ -200,10 +200,8 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list
         # without parameter offload has all parameters on its GPU and gathers nothing
         gathered = 0.0
         if n_d > 1 or offloaded(zero, "param"):
-            # LoRA's frozen embedding is freed before the peak, unless activation checkpointing needs its gradient
-            used_again = shape.recomputes or shape.trainable_elements(shape.embedding)
-            freed = 0 if used_again else sum(shape.sizes[number] for number in shape.embedding)
-            live = min(shape.parameters - freed, zero.get("stage3_max_live_parameters", 1e9))
+            # LoRA's frozen embedding is freed before the peak
+            live = min(shape.used_in_backward_pass, zero.get("stage3_max_live_parameters", 1e9))
             prefetch = zero_size(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
             gathered = compute_bytes * (live + prefetch)
         note = "bucket, parameters gathered at a time"

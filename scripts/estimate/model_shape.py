@@ -93,11 +93,10 @@ class Shape:
     model: elements of all parameters, before tensor parallelism cuts them. uncut: elements of the parameters that every
     rank of a tensor group holds whole. exchanged: bytes that a rank of a tensor group sends for a micro batch; with n
     ranks it sends (n - 1) / n of these. sizes, block_sizes: elements of each parameter and of each block. history: for
-    each of PASSES, the bytes alive after each operation. peaks: the largest entry of each history. calls: the modules
-    in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`. rows: the
-    first dimension of each parameter. blocks: the indices of each block's parameters. recomputes: whether the backward
-    pass computes each block again. embedding: the index of the input embedding's weight, empty if the head has the same
-    weight. trained: for each parameter, whether the optimizer updates it. Without LoRA, all are trained.
+    each of PASSES, the bytes alive after each operation. peaks: the largest entry of each history. rows: the first
+    dimension of each parameter. blocks: the indices of each block's parameters in `sizes`. recomputes: whether the
+    backward pass computes each block again. embedding: the index of the input embedding's weight, empty if the head has
+    the same weight. trained: for each parameter, whether the optimizer updates it. Without LoRA, all are trained.
     """
 
     model: int
@@ -109,7 +108,6 @@ class Shape:
     layers: int
     history: dict[str, list[Alive]]
     peaks: dict[str, Alive]
-    calls: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...] = ()
     blocks: tuple[tuple[int, ...], ...] = ()
     recomputes: bool = False
@@ -140,6 +138,16 @@ class Shape:
     def trainable_elements(self, parameters: Iterable[int]) -> int:
         """Elements of those of the given parameters that are trained. parameters: indices in `sizes`."""
         return sum(self.sizes[n] for n in parameters if not self.trained or self.trained[n])
+
+    @property
+    def used_in_backward_pass(self) -> int:
+        """Elements that the backward pass uses.
+
+        These are all, except LoRA's frozen embedding. Activation checkpointing uses this one, too, because transformers
+        then requires gradients of its output.
+        """
+        used = self.recomputes or self.trainable_elements(self.embedding)
+        return self.parameters - (0 if used else sum(self.sizes[number] for number in self.embedding))
 
     def padded(self, ranks: int) -> "Shape":
         """Return the shape as FSDP2 shards it, with the rows of each parameter padded to a multiple of `ranks`."""
@@ -320,13 +328,6 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
     return forward.tokens * (2 * summed * text.hidden_size + gathered)
 
 
-def untied_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Return the weight of the input embedding in a list, which is empty if the head has the same weight."""
-    head = model.get_output_embeddings()
-    weight = model.get_input_embeddings().weight
-    return [] if head is not None and head.weight is weight else [weight]
-
-
 @lru_cache
 def trace(forward: ForwardPass) -> Shape:
     """Trace the passes of a micro batch on tensors without storage, and count the bytes that are alive."""
@@ -341,19 +342,11 @@ def trace(forward: ForwardPass) -> Shape:
             held = whole | {name: whole[name] // forward.tensor_parallel for name in cut}
             cut_matrices(model, forward.tensor_parallel)
             exchanged = exchanged_bytes(model, forward)
-        numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        calls: list[tuple[int, ...]] = []
-
-        def note_call(module: Any, _: Any) -> None:
-            in_backward_pass = torch._C._current_graph_task_id() != -1  # which calls a block again to recompute it
-            if not in_backward_pass:
-                calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
-
-        for module in model.modules():
-            module.register_forward_pre_hook(note_call)
         blocks = named_blocks(model)
         history = run_passes(model, list(blocks.values()), forward)
     text = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
     return Shape(
         model=sum(whole.values()),
         uncut=sum(size for name, size in whole.items() if name not in cut),
@@ -364,11 +357,10 @@ def trace(forward: ForwardPass) -> Shape:
         layers=len(blocks) or text.num_hidden_layers,
         peaks={interval: max(states, key=sum) for interval, states in history.items() if states},
         history=history,
-        calls=tuple(calls),
         rows=tuple(len(parameter) for parameter in model.parameters()),
         blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
         recomputes=forward.recomputes,
-        embedding=tuple(numbers[id(parameter)] for parameter in untied_embedding(model)),
+        embedding=tuple(number for number, p in enumerate(model.parameters()) if p is embedding and not tied),
         trained=tuple(parameter.requires_grad for parameter in model.parameters()),
     )
 

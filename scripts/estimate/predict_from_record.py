@@ -33,11 +33,9 @@ class Predicted(NamedTuple):
 def predicted_memory(record: dict) -> Predicted | None:
     """Predict the memory of a run only from its record, without network, GPU or other files.
 
-    Return None for a record without configs, and for a run that cannot be estimated, such as one with an unknown
-    optimizer, or with a model that cannot be traced.
+    Return None for a run that cannot be estimated, such as one with an unknown optimizer, or with a model that cannot
+    be traced.
     """
-    if not record.get("configs"):
-        return None
     try:
         parts = predicted_parts(record, measure_python_elsewhere())
     except WorkshopError:

@@ -53,18 +53,15 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
 
 
 class Marker(BaseModel, extra="allow"):
-    """A checkpoint's marker: the values of `training_identity`, the step, and the name and size of each file."""
+    """A checkpoint's marker: the values of `training_identity`, the step, and the name and size of each file.
 
-    job_id: str
+    Only the values that another version might write in another way are checked.
+    """
+
     world_size: PositiveInt
     strategy: Literal[tuple(BY_NAME)]  # type: ignore[valid-type]
     at_once: PositiveInt  # version 1.0.0, whose checkpoints have other counts, did not write it
-    save_strategy: str
-    settings: dict[str, Any]
-    config: dict[str, Any]
-    data: str
     step: PositiveInt
-    files: dict[str, int]
 
 
 def read_marker(folder: str | Path) -> dict:

@@ -18,7 +18,6 @@ from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import ZERO, Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from guard.checkpoints import complete_checkpoints
-from measure.exact_match import load_metric
 from measure.flops import other_matrices, tokens_in_sight
 from model import check_model, count_parameters
 from models.bloom_sdpa import attention_name
@@ -48,9 +47,6 @@ def check_trainable(
     meta_model: the model without memory for its weights.
     """
     check_model(meta_model, tokenizer, settings.data.max_length)
-    if getattr(meta_model.config.get_text_config(), "output_router_logits", False):
-        what = "output_router_logits adds a loss of the router, which depends on gradient accumulation and on the ranks"
-        raise WorkshopError("--model_name", what, "set output_router_logits to false in its config.json")
     if settings.model.lora_rank:
         print_once(describe_adapters(meta_model, settings.model.lora_rank))
     if settings.model.loss == "chunked":
@@ -68,8 +64,6 @@ def check_trainable(
         check_wrap_classes(settings.fsdp_config, settings.trainer.fsdp_config, meta_model)
     if settings.model.tensor_parallel > 1:
         check_tensor_parallel_model(meta_model, settings.model.tensor_parallel)
-    if settings.data.em_f1 is not False:  # None: the kind of data decides
-        load_metric()  # if torchmetrics is missing, the run ends now and not after the training
     if args.torch_compile:
         check_torch_compile(args)
     check_temporary_folder(args)

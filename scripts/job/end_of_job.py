@@ -77,6 +77,9 @@ from records.schema import (
 )
 from shared.errors import STOPPING_SIGNALS, WorkshopError, cannot_be_written
 
+# What Slurm's queue has about a job. reason: why it waits. folder: that of its submission
+QUEUE = ("state", "reason", "nodes", "used", "left", "start", "folder")
+
 
 def notes(path: Path) -> list[str]:
     """Return the lines that the parts of the job have noted in a file.
@@ -259,26 +262,28 @@ def is_alive(record: Path) -> bool:
     return queued is None or record.stem in queued
 
 
-class QueuedJob(NamedTuple):
-    """A job in Slurm's queue: its state, such as PENDING, the reason why it waits, and the folder of its submission."""
+def ask_queue(jobs: str) -> dict[str, dict[str, str]] | None:
+    """Return jobs in Slurm's queue by id, each with the values of QUEUE. None if Slurm does not answer.
 
-    state: str
-    reason: str
-    folder: str
+    jobs: a flag of squeue that chooses them.
+    """
+    command = ["squeue", jobs, "--noheader", "--format=%A|%T|%r|%N|%M|%L|%S|%Z"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except FileNotFoundError:
+        return {}
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode:
+        return {} if "Invalid job id" in done.stderr else None
+    rows = [line.strip().split("|", len(QUEUE)) for line in done.stdout.splitlines()]
+    return {job_id: dict(zip(QUEUE, values, strict=True)) for job_id, *values in rows if len(values) == len(QUEUE)}
 
 
 @cache
-def queued_jobs() -> dict[str, QueuedJob] | None:
-    """Return the jobs in Slurm's queue by id, None if Slurm does not answer."""
-    command = ["squeue", "--all", "--noheader", "--format=%A|%T|%r|%Z"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    except FileNotFoundError:
-        return {}
-    except subprocess.SubprocessError:
-        return None
-    jobs = [line.strip().split("|", 3) for line in lines]
-    return {job_id: QueuedJob(*values) for job_id, *values in jobs if len(values) == len(QueuedJob._fields)}
+def queued_jobs() -> dict[str, dict[str, str]] | None:
+    """Return all jobs in Slurm's queue, as `ask_queue` does."""
+    return ask_queue("--all")
 
 
 def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str], earlier: bool) -> list[str]:

@@ -19,7 +19,6 @@ from shared.files import read_file
 GPU_HEADER = "timestamp, index"
 CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
-LARGEST = 1e12  # MiB, seconds or W
 END = 2**16  # bytes; a node with 8 GPUs writes about 700 bytes at a time
 UNKNOWN = "[N/A]"  # nvidia-smi's text for a value that the GPU does not report
 ZERO = datetime(1970, 1, 1)
@@ -196,8 +195,6 @@ def read_log(path: Path, header: str, parse: LineParser, turned_back: float = 0)
     for line_number, line in enumerate(text.splitlines(), 1):
         try:
             sample = parse(line)
-            if not sample.seconds + (sample.mib or 0) + (sample.watts or 0) < LARGEST:
-                raise ValueError("a number is not finite")
         except ValueError:
             # A killed job may leave an unfinished line. The header of the next attempt continues that line
             if line.strip() and header not in line:

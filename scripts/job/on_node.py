@@ -199,10 +199,10 @@ def gloo_interface() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": [*own, *routes][0]} if own or routes else {}
 
 
-def output(*words: str) -> str:
+def output(*words: str, seconds: float = 5) -> str:
     """Return the output of a command. It is empty if the command is not installed or takes too long."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=5).stdout
+        return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,26 +65,21 @@ def exact_match_and_f1(
     return scores
 
 
-def load_metric() -> Callable:
-    """Return torchmetrics' SQuAD metric. Import it only here, because it also imports matplotlib, which is slow."""
-    from torchmetrics.functional.text import squad
-
-    return squad
-
-
 def score(given: list[str], references: list[list[str]]) -> dict[str, float]:
     """Return exact_match and f1 in percent. Each given answer has a list of reference answers.
 
     The same letter can have several Unicode forms (é, or e and an accent), and some tokenizers change the form. NFC
     makes the forms equal. NFKC would also make different texts equal, such as 10² and 102.
     """
+    from torchmetrics.functional.text import squad  # only here, because it also imports matplotlib, which is slow
+
     form = partial(unicodedata.normalize, "NFC")
     predictions: Any = [{"id": str(i), "prediction_text": form(text)} for i, text in enumerate(given)]
     targets: Any = [
         {"id": str(i), "answers": {"text": [*map(form, texts)], "answer_start": [0] * len(texts)}}
         for i, texts in enumerate(references)
     ]
-    return {name: round(float(value), 4) for name, value in load_metric()(predictions, targets).items()}
+    return {name: round(float(value), 4) for name, value in squad(predictions, targets).items()}
 
 
 def check_references(tokenizer: PreTrainedTokenizerBase, questions: Dataset, max_length: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ def add_adapters(model: PreTrainedModel, rank: int, frozen_dtype: torch.dtype = 
     """Freeze a causal LM, and add fp32 adapters to all its linear layers except the head.
 
     frozen_dtype: dtype of the frozen weights. Set the seed first. Raise WorkshopError (exit code 2) for a model without
-    linear layers, or for a rank that is too large for all of them.
+    linear layers.
     """
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # by ZeRO-3, while it loaded them
     for parameter in model.parameters():
@@ -57,9 +57,6 @@ def add_adapters(model: PreTrainedModel, rank: int, frozen_dtype: torch.dtype = 
     if not layers:
         what = f"{type(model).__name__} has no layers of the class torch.nn.Linear to put adapters on"
         raise WorkshopError("--lora_rank", what, "leave it out, or use a BLOOM, Llama or Qwen")
-    largest = max(min(layer.in_features, layer.out_features) for layer in layers)
-    if rank > largest:
-        raise WorkshopError("--lora_rank", f"{rank} is too large for all linear layers", f"give at most {largest}")
     # The other ZeRO stages cast adapters, too, and ZeRO-3 would leave them in fp32. All stages add fp32 masters
     dtype = frozen_dtype if sharded else torch.float32
     for layer in layers:

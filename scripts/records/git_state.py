@@ -2,9 +2,9 @@
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
+from job.on_node import output
 from shared.paths import REPOSITORY
 
 # An entry of `git status --porcelain=v2 -z` for a tracked file: its kind, fields without blanks, and its path. The
@@ -37,8 +37,5 @@ def git_status() -> str:
     for folder in (REPOSITORY, Path(os.environ.get("RUN_DIR", REPOSITORY))):
         if (written := folder / "git_status").exists():
             return written.read_text(errors="replace")
-    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    command = ("git", "--no-optional-locks", "-C", str(REPOSITORY), "status", "--porcelain=v2", "--branch", "-z")
+    return output(*command, seconds=20)

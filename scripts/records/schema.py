@@ -25,9 +25,6 @@ LOCK = ".lock"  # the file that a running job holds locked in results/.<job_id>,
 WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
 Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # in UTC, except in Pause
 
-
-# A number of more digits, which only an edited record has, would overflow in the report's sums
-Count = Annotated[int, Field(lt=10**18)]
 Status = Literal["running", "completed", "failed", "oom", "timeout", "stopped"]
 
 
@@ -40,24 +37,24 @@ class Restart(Part):
 
     time: Time | None = None
     reason: str | None = None  # how the previous attempt ended
-    step: Count | None = None  # step of the checkpoint that this attempt resumes from
+    step: int | None = None  # step of the checkpoint that this attempt resumes from
     started: Time | None = None  # start and end of the previous attempt
     finished: Time | None = None
 
 
 class Stop(Part):
     signal: str
-    step: Count
+    step: int
     checkpoint: str
 
 
 class Hardware(Part):
     gpu: str | None = None  # name of a GPU
-    gpus: Count | None = None  # number on all nodes
-    gpu_memory_mib: Count | None = None
+    gpus: int | None = None  # number on all nodes
+    gpu_memory_mib: int | None = None
     gpu_power_limit_w: float | None = None  # the enforced limit, which the site may have lowered
     cpu: str | None = None
-    cpus: Count | None = None  # number on one node
+    cpus: int | None = None  # number on one node
 
 
 class Git(Part):
@@ -75,10 +72,10 @@ class RecordedSettings(Part):
 
     model_name: str | None = None
     from_scratch: bool | None = None
-    num_layers: Count | None = None
-    per_device_train_batch_size: Count | None = None
-    samples_per_gpu: Count | None = None
-    train_size: Count | None = None
+    num_layers: int | None = None
+    per_device_train_batch_size: int | None = None
+    samples_per_gpu: int | None = None
+    train_size: int | None = None
     fp16: bool | None = None
     bf16: bool | None = None
     em_f1: bool | None = None
@@ -88,7 +85,7 @@ class RecordedSettings(Part):
 
 class Evaluation(Part):
     epoch: float
-    step: Count | None = None
+    step: int | None = None
     loss: float | None = None
     runtime_s: float | None = None
     samples_per_second: float | None = None
@@ -113,7 +110,7 @@ class Train(Part):
     The Trainer's numbers include evaluation and saving. The steady rates cover only optimizer steps after the warm-up.
     """
 
-    steps: Count | None = None
+    steps: int | None = None
     loss_mean: float | None = None  # the Trainer's mean loss
     loss_last: float | None = None  # the last logged loss
     runtime_s: float | None = None  # measured by the Trainer, as are the next two fields
@@ -121,11 +118,11 @@ class Train(Part):
     steps_per_second: float | None = None
     steady_samples_per_second: float | None = None
     steady_steps_per_second: float | None = None
-    steady_steps: Count | None = None
+    steady_steps: int | None = None
     warm_up_seconds: float | None = None  # from the start of this attempt's training to the start of its fourth step
-    real_tokens: Count | None = None
-    padding_tokens: Count | None = None
-    counted_tokens: Count | None = None  # labels that count in the loss
+    real_tokens: int | None = None
+    padding_tokens: int | None = None
+    counted_tokens: int | None = None  # labels that count in the loss
     steady_tokens_per_second: float | None = None  # real tokens on all ranks
     mfu_percent: float | None = None
     # Peak of one rank in 10^12 operations per second, for MFU. It is the GPU's published peak, or the peak
@@ -185,9 +182,9 @@ class PeakGpu(Part):
 class Held(Part):
     """Bytes of model state that a rank holds in the middle of the training's second step."""
 
-    parameters: Count
-    gradients: Count | None = None  # null without gradient accumulation under DeepSpeed
-    optimizer_state: Count  # including fp32 masters
+    parameters: int
+    gradients: int | None = None  # null without gradient accumulation under DeepSpeed
+    optimizer_state: int  # including fp32 masters
 
 
 class Record(Part):
@@ -205,13 +202,13 @@ class Record(Part):
     finished: Time | None = None
     resumed_from: str | None = None
     output_dir: str | None = None
-    attempt: Count = 1  # more than 1 if this job id was started again
+    attempt: int = 1  # more than 1 if this job id was started again
     restarts: list[Restart] = []  # one for each later attempt; all other fields describe the last attempt
     overrides: list[str] = []  # directives of the .slurm file that were changed at submission, from the job's part
     stop: Stop | None = None  # only in the record of a stopped run
     nodes: list[str] = []  # host names, in rank order
     pid: int | None = None  # process id of rank 0, on the first node
-    world_size: Count | None = None  # number of ranks
+    world_size: int | None = None  # number of ranks
     hardware: Hardware = Hardware()
     git: Git | None = None
     # The job's bandwidth test: bus_bandwidth_gb_per_s, ranks, message_bytes, iterations (measured all-reduces),
@@ -225,16 +222,16 @@ class Record(Part):
     # model: the values of config.json that differ from transformers' defaults. deepspeed, fsdp: the config in effect,
     # with every "auto" replaced by a value
     configs: dict[str, Any] | None = None
-    parameters: Count | None = None  # tied parameters count once, and adapters of LoRA count too
-    trainable_parameters: Count | None = None
-    steps_per_epoch: Count | None = None  # optimizer steps
+    parameters: int | None = None  # tied parameters count once, and adapters of LoRA count too
+    trainable_parameters: int | None = None
+    steps_per_epoch: int | None = None  # optimizer steps
     kind: str | None = None  # of the data: the name of a task, such as passage (scripts/tasks)
-    train_size: Count | None = None
-    eval_size: Count | None = None
-    questions_cut: dict[str, Count] | None = None  # train, eval: questions whose context was cut by --max_length
-    answers_cut: dict[str, Count] | None = None  # train, eval: questions whose answer is only in the part that was cut
+    train_size: int | None = None
+    eval_size: int | None = None
+    questions_cut: dict[str, int] | None = None  # train, eval: questions whose context was cut by --max_length
+    answers_cut: dict[str, int] | None = None  # train, eval: questions whose answer is only in the part that was cut
     # Reason -> number of evaluation questions for which a right answer scores less than 100 or an empty one scores 100
-    unfair_questions: dict[str, Count] | None = None
+    unfair_questions: dict[str, int] | None = None
     eval: list[Evaluation] = []
     pauses: list[Pause] = []  # pauses of all attempts, as the memory logs have all attempts
     train: Train | None = None
@@ -258,7 +255,7 @@ class Record(Part):
 class Attempt(Part):
     """One attempt of a job: a start of run_job.py. It trains, or it ends before the training begins."""
 
-    attempt: Count
+    attempt: int
     started: Time | None = None
     finished: Time | None = None
     status: Status = "running"  # stopped as soon as the job gets a signal

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 from distributed.collectives import broadcast_from_rank_0, gather_lists, rank
 from distributed.process_group import exit_code, is_out_of_memory
@@ -55,8 +54,6 @@ def sole_writer(folder: Path, job_id: str, knob: str) -> Iterator[None]:
             raise WorkshopError(knob, what, remedy) from error
         except OSError:
             print(f"{folder}: this file system has no locks, so start no second run that writes here", flush=True)
-        if not is_same_file(lock, path):  # a run that has just ended removed the file between open and flock
-            raise WorkshopError(knob, f"another run in {folder} has just ended", "start this run again")
         path.write_text(job_id)
     except OSError as error:
         raise cannot_be_written(path, error) from error
@@ -64,14 +61,11 @@ def sole_writer(folder: Path, job_id: str, knob: str) -> Iterator[None]:
         yield
     finally:
         with lock, contextlib.suppress(OSError):
-            if is_same_file(lock, path):  # otherwise a later attempt has replaced the file
+            # A later attempt may have replaced the file
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 path.unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()  # fails if the folder is not empty
-
-
-def is_same_file(opened: IO, path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(opened.fileno()), path.stat())
 
 
 class RunRecord:

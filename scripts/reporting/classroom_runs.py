@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from job.end_of_job import QueuedJob, queued_jobs
+from job.end_of_job import queued_jobs
 from reporting.runs import ReportedRun, add_resume_hints, find_runs_in_folder
 from shared.errors import WorkshopError, did_you_mean
 from shared.paths import EXPERIMENTS
 
 # A folder that did not change for this time is not read again. Clocks differ, and file servers report changes late.
 UNCHANGED_S = 60
+Queue = dict[str, dict[str, str]]  # jobs in Slurm's queue, by id
 
 
 @dataclass
@@ -79,12 +80,12 @@ class ClassReader:
         queued_jobs.cache_clear()  # the answer for the last refresh
         queue = queued_jobs()
         self.slurm_answers = queue is not None
-        by_folder: dict[str, dict[str, QueuedJob]] = defaultdict(dict)
+        by_folder: dict[str, Queue] = defaultdict(dict)
         for job_id, job in (queue or {}).items():
-            by_folder[job.folder][job_id] = job
+            by_folder[job["folder"]][job_id] = job
         return [self.read_clone(*each, by_folder) for each in zip(self.clones, self.names, strict=True)]
 
-    def read_clone(self, clone: Path, name: str, queue: dict[str, dict[str, QueuedJob]]) -> Participant:
+    def read_clone(self, clone: Path, name: str, queue: dict[str, Queue]) -> Participant:
         participant = Participant(name, clone)
         try:
             os.listdir(clone / "experiments")
@@ -145,14 +146,14 @@ def unreadable_part(folder: Path) -> str:
     return ""
 
 
-def add_queued_jobs(folder: Path, runs: list[ReportedRun], queue: dict[str, QueuedJob]) -> list[ReportedRun]:
+def add_queued_jobs(folder: Path, runs: list[ReportedRun], queue: Queue) -> list[ReportedRun]:
     """Return the runs with the states that only Slurm knows: waiting, and running before there is a record."""
     jobs = []
     for run in runs:
         queued = queue.get(run.job_id)
-        if queued and queued.state == "PENDING":  # a restarted job still has its earlier record
+        if queued and queued["state"] == "PENDING":  # a restarted job still has its earlier record
             run = queued_run(folder, run.job_id, queued)
-        elif queued and queued.state == "RUNNING" and not run.record.finished:
+        elif queued and queued["state"] == "RUNNING" and not run.record.finished:
             run = replace(run, status="running")
         jobs.append(run)
     known = {run.job_id for run in runs}
@@ -160,26 +161,20 @@ def add_queued_jobs(folder: Path, runs: list[ReportedRun], queue: dict[str, Queu
     return sorted(jobs, key=lambda job: (job.status == "waiting", job.sort_key))
 
 
-def queued_run(folder: Path, job_id: str, queued: QueuedJob) -> ReportedRun:
+def queued_run(folder: Path, job_id: str, queued: dict[str, str]) -> ReportedRun:
     run = ReportedRun(folder, job_id, datetime.now(UTC), status="running")
-    if queued.state == "PENDING":
+    if queued["state"] == "PENDING":
         run.status = "waiting"
-        run.status_notes.append(queued.reason)
+        run.status_notes.append(queued["reason"])
     return run
 
 
 def distinct_names(folders: list[Path]) -> list[str]:
     """Return the part of each path that differs from the other paths: /home/alice/workshop -> alice."""
     parts = [folder.parts for folder in folders]
-    start, end = common_length(parts), common_length([path[::-1] for path in parts])
+    both_ways = (parts, [path[::-1] for path in parts])
+    start, end = (len(os.path.commonprefix(each)) for each in both_ways)  # noqa: RUF071 - of tuples, it compares parts
     return ["/".join(path[start : len(path) - end]) or path[-1] for path in parts]
-
-
-def common_length(paths: list[tuple[str, ...]]) -> int:
-    """Return the number of parts with which all paths begin."""
-    if len(paths) == 1:
-        return len(paths[0]) - 1
-    return next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
 
 
 def select_experiments(words: list[str], source: str = "--experiments") -> list[str]:

@@ -91,9 +91,6 @@ def check_table(place: str, table: dict) -> TableDefinition:
         # A misspelt key causes two errors, because the right key is missing. Report the misspelt one: it is clearer.
         first = min(mistakes, key=lambda mistake: mistake["type"] != "extra_forbidden")
         source = f"{place}, {'.'.join(map(str, first['loc']))}"
-        if first["type"] == "extra_forbidden":
-            known = RowDefinition.model_fields if "rows" in first["loc"] else TableDefinition.model_fields
-            raise WorkshopError(source, "unknown key", did_you_mean(str(first["loc"][-1]), known, WAY_OUT)) from error
         raise WorkshopError(source, first["msg"], first.get("ctx", {}).get("remedy", WAY_OUT)) from error
 
 

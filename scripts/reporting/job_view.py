@@ -6,13 +6,12 @@ end it.
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from job.end_of_job import ask_slurm, is_alive
+from job.end_of_job import ask_queue, ask_slurm, is_alive
 from job.memory_logs import last_samples, log_host, memory_log_paths
 from reporting.runs import last_written, record_path, run_folders
 from reporting.trainer_log import last_error, last_values, log_end, progress, read_problem, read_summary
@@ -20,7 +19,6 @@ from shared.errors import WorkshopError, one_line
 from shared.paths import EXPERIMENTS, REPOSITORY
 
 LATE = 20  # seconds; the loggers write a sample every 5 seconds by default
-QUEUE = ("state", "reason", "nodes", "used", "left", "start", "folder")
 # Lines that do not help: rules, the Trainer's values, Slurm's messages except errors, and psrecord's first line
 NOISE = re.compile(r"=+$|\{|(srun|slurmstepd): (?!error: )|Attaching to process ")
 
@@ -39,21 +37,6 @@ def newest_log(job: str) -> Path | None:
     return max(logs, key=last_written, default=None)
 
 
-def ask_queue(job: str) -> dict[str, str] | None:
-    """Return what Slurm's queue has about a job, {} if the job is not in it, and None if Slurm does not answer."""
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%r|%N|%M|%L|%S|%Z"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        return {}
-    except subprocess.TimeoutExpired:
-        return None
-    if done.returncode:
-        return {} if "Invalid job id" in done.stderr else None
-    values = done.stdout.strip().split("|", len(QUEUE) - 1)
-    return dict(zip(QUEUE, values, strict=True)) if len(values) == len(QUEUE) else {}
-
-
 def state_in_queue(queue: dict[str, str]) -> str:
     if queue["state"] == "PENDING":
         expected = "" if queue["start"] == "N/A" else f", expected start {queue['start']}"
@@ -66,10 +49,11 @@ def view_job(job: str, log: Path | None) -> tuple[list[str], bool]:
 
     Raises WorkshopError (exit code 2) if neither Slurm nor a log knows the job.
     """
-    queue = ask_queue(job) if job.isdigit() else {}
+    answer = ask_queue(f"--jobs={job}") if job.isdigit() else {}
+    queue = None if answer is None else answer.get(job, {})
     if not log and queue == {}:
         problem = "no job in Slurm's queue and no log in experiments/ has this id"
-        raise WorkshopError(job, problem, "squeue --me lists your jobs")
+        raise WorkshopError(job or "watch.sh", problem, "squeue --me lists your jobs")
     folder = log.parent.parent if log else Path((queue or {}).get("folder", ""))
     text = log_end(log)
     status, code = read_summary(text)
@@ -77,8 +61,9 @@ def view_job(job: str, log: Path | None) -> tuple[list[str], bool]:
     state = state_in_queue(queue) if queue else ""
     if queue is None and not summary:
         state = "unknown: Slurm does not answer"
-    elif not job.isdigit() and is_running(folder, job, text):
-        state = "running"
+    elif not job.isdigit() and os.path.isdir(folder / "results" / f".{job}"):
+        # A run without Slurm locks its folder. Before its log's first line, our own lock could be in the way
+        state = "running" if not text or is_alive(record_path(folder, job)) else state
     runs = not summary and state.startswith(("running", "RUNNING", "unknown"))
     lines = [f"job {job}" + (f" in {os.path.relpath(folder, REPOSITORY)}" if folder.name else "")]
     problem = f"its log cannot be read: {read_problem(log)}" if read_problem(log) else ""
@@ -100,12 +85,6 @@ def view_job(job: str, log: Path | None) -> tuple[list[str], bool]:
     elif runs:
         lines += node_rows(folder, job, text, queue or {})
     return list(map(one_line, lines)), bool(state)
-
-
-def is_running(folder: Path, job: str, text: str) -> bool:
-    """Return True if a run without Slurm has not ended. It holds a lock on its folder while it runs."""
-    # Before the log's first line, our own lock could be in the way of the run's lock
-    return os.path.isdir(folder / "results" / f".{job}") and (not text or is_alive(record_path(folder, job)))
 
 
 def age(path: Path) -> float:

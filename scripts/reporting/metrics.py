@@ -90,12 +90,14 @@ def score(name: str) -> Read:
     return read
 
 
-def padding(run: ReportedRun) -> Value:
-    """Share of padding in all tokens that the model processed, in percent."""
-    real, padded = run.get("train.real_tokens"), run.get("train.padding_tokens")
-    if isinstance(real, Missing) or isinstance(padded, Missing):
-        return run.explain_missing("train.padding_tokens")
-    return 100 * padded / (real + padded)
+def combined(compute: Callable[..., float], *reads: Read) -> Read:
+    """A number that is computed from others. If one of them is missing, so is this number, for the same reason."""
+
+    def read(run: ReportedRun) -> Value:
+        values = [each(run) for each in reads]
+        return next((value for value in values if isinstance(value, Missing)), None) or compute(*values)
+
+    return read
 
 
 def profiled(number: Callable[[Profile], float]) -> Read:
@@ -124,12 +126,6 @@ def largest(ranks: str, part: str, scale: float = 1) -> Read:
     return read
 
 
-def held_state(run: ReportedRun) -> Value:
-    """Sum of the parameters, gradients and optimizer state that a rank held, in MiB."""
-    parts = [metric_value(column, run) for column in HELD.values()]
-    return next((part for part in parts if isinstance(part, Missing)), None) or sum(parts)
-
-
 def steady_energy(name: str) -> Read:
     """A value of the record's energy that is computed from the joules of the steady steps.
 
@@ -141,15 +137,6 @@ def steady_energy(name: str) -> Read:
         return run.explain_missing("energy.steady_joules") if isinstance(value, Missing) else value
 
     return read
-
-
-def power_share(run: ReportedRun) -> Value:
-    """Mean power of a GPU during the steady steps, in percent of its power limit."""
-    watts, limit = steady_energy("mean_watts")(run), run.get("hardware.gpu_power_limit_w")
-    for value in (watts, limit):
-        if isinstance(value, Missing):
-            return value
-    return 100 * watts / limit
 
 
 def activity(part: str) -> Read:
@@ -198,15 +185,7 @@ def estimated(part: str) -> Read:
 
 def difference(measured: Read, predicted: Read) -> Read:
     """Measured minus predicted value, in percent of the prediction."""
-
-    def read(run: ReportedRun) -> Value:
-        found, expected = measured(run), predicted(run)
-        for value in (found, expected):
-            if isinstance(value, Missing):
-                return value
-        return (found - expected) / expected * 100
-
-    return read
+    return combined(lambda found, expected: (found - expected) / expected * 100, measured, predicted)
 
 
 METRICS = {
@@ -228,7 +207,14 @@ METRICS = {
     "samples_per_second": Metric("Train samples/s", recorded("train.samples_per_second")),
     "steady_samples_per_second": Metric("Steps alone, samples/s", recorded("train.steady_samples_per_second")),
     "tokens_per_second": Metric("Real tokens/s", recorded("train.steady_tokens_per_second")),
-    "padding": Metric("Padding (%)", padding),
+    "padding": Metric(
+        "Padding (%)",  # of all tokens that the model processed
+        combined(
+            lambda real, padded: 100 * padded / (real + padded),
+            recorded("train.real_tokens"),
+            recorded("train.padding_tokens"),
+        ),
+    ),
     "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
     "exact_match": Metric("Exact Match (%)", score("exact_match"), questions_note),
@@ -259,7 +245,14 @@ METRICS = {
     "joules_per_question": Metric("J per question", steady_energy("joules_per_question")),
     "joules_per_1000_tokens": Metric("J per 1,000 real tokens", steady_energy("joules_per_1000_tokens")),
     "mean_watts": Metric("Mean power of a GPU (W)", steady_energy("mean_watts")),
-    "power_share": Metric("Mean power, share of the limit (%)", power_share),
+    "power_share": Metric(
+        "Mean power, share of the limit (%)",
+        combined(
+            lambda watts, limit: 100 * watts / limit,
+            steady_energy("mean_watts"),
+            recorded("hardware.gpu_power_limit_w"),
+        ),
+    ),
     "sm_activity": Metric("SM activity (%)", activity("sm_percent")),
     "tensor_activity": Metric("Tensor core activity (%)", activity("tensor_percent")),
     "dram_activity": Metric("DRAM activity (%)", activity("dram_percent")),
@@ -277,7 +270,10 @@ METRICS = {
     "held_parameters": Metric("Parameters (MiB)", largest("held", "parameters", BYTES_PER_MIB)),
     "held_gradients": Metric("Gradients (MiB)", largest("held", "gradients", BYTES_PER_MIB)),
     "held_optimizer_state": Metric("Optimizer state (MiB)", largest("held", "optimizer_state", BYTES_PER_MIB)),
-    "held_state": Metric("Model state (MiB)", held_state),
+    "held_state": Metric(
+        "Model state (MiB)",
+        combined(lambda *parts: sum(parts), *(largest("held", part.replace(" ", "_"), BYTES_PER_MIB) for part in HELD)),
+    ),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 
 import jinja2
@@ -31,11 +30,12 @@ def render_page(tables: list[Table], runs: list[ReportedRun], plots: dict[str, l
     """Return the whole report as HTML.
 
     runs: all runs, oldest first. plots: table name -> its plots, which the page embeds.
-    summary: a sentence that explains the rows, then the results of the comparison with a reference.
+    summary: a sentence that explains the rows, and one on the comparison with a reference.
     """
     style, policy = content_policy("page.css")
     filled = [table for table in tables if table.has_runs]
-    anchors = run_anchors(runs)
+    # The number makes an id unique: jobs of two folders may have the same one
+    anchors = {run: f"job-{run.job_id}-{number}" for number, run in enumerate(runs, 1)}
     environment = page_environment()
     environment.filters |= {
         "data_url": data_url,
@@ -102,17 +102,6 @@ def short_job_ids(runs: list[ReportedRun]) -> dict[str, str]:
         unique = [end for end in ends if len(end) >= SHORTEST_END and sum(each.endswith(end) for each in ids) == 1]
         found[job_id] = f"…{unique[-1]}" if unique and len(job_id) > LONGEST_JOB_ID else job_id
     return found
-
-
-def run_anchors(runs: list[ReportedRun]) -> dict[ReportedRun, str]:
-    """Return a unique HTML id for the section of each run. Jobs of two folders may have the same job id."""
-    taken: Counter[str] = Counter()
-    anchors = {}
-    for run in runs:
-        taken[run.job_id] += 1
-        suffix = f"-{taken[run.job_id]}" if taken[run.job_id] > 1 else ""
-        anchors[run] = f"job-{run.job_id}{suffix}"
-    return anchors
 
 
 def runs_by_status(runs: list[ReportedRun]) -> list[tuple[str, list[ReportedRun]]]:

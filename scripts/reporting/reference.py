@@ -6,7 +6,6 @@ compared if the same row of the same table completed in both reports.
 
 import math
 import os
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,9 +13,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from reporting.metrics import Cell, format_number
-from reporting.render import join_first, plural
+from reporting.render import plural
 from reporting.runs import ReportedRun
-from reporting.tables import Table, TableRow, traits
+from reporting.tables import Table, TableRow, setting_differences, traits
 from shared.errors import WorkshopError, one_line
 from shared.json_files import read_checked, write_json
 
@@ -100,36 +99,23 @@ def read_reference(given: Path, output: Path) -> dict[str, list[RowNumbers]]:
     return read_checked(path, ReportNumbers, f"{NUMBERS_FILE} of schema {SCHEMA}", WAY_OUT).tables
 
 
-def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: Path) -> list[str]:
-    """Add the differences to the cells, and remarks to the rows. Returns lines for the summary."""
+def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: Path) -> str:
+    """Add the differences to the cells, and remarks to the rows. Returns a line for the summary."""
     numbers = 0
-    not_compared: dict[str, list[str]] = defaultdict(list)  # reason -> rows
     for table in tables:
         theirs = {entry.label: entry for entry in reference.get(table.definition.id, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
-            place = f"{row.label} in {table.definition.id}"
             if row.run and entry and row.run.completed and entry.status == "completed":
                 numbers += compare_row(table, row, entry)
             elif row.run and entry:
                 row.remarks.append(f"the reference (job {entry.job_id}): {entry.status}; this run: {row.run.status}")
-                not_compared["not completed on both sides"].append(place)
-            elif row.run or entry:
-                not_compared["only here" if row.run else "only in the reference"].append(place)
-    for name in reference.keys() - {table.definition.id for table in tables}:
-        not_compared["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
-    rows = plural(sum(map(len, not_compared.values())), "row")
-    lines = [f"Against the reference {given}: {plural(numbers, 'number')} compared, {rows} not."]
-    lines += [f"Not compared, {reason}: {join_first(places)}." for reason, places in not_compared.items()]
-    return [one_line(line) for line in lines]
+    return one_line(f"Against the reference {given}: {plural(numbers, 'number')} compared.")
 
 
 def compare_row(table: Table, row: TableRow, entry: RowNumbers) -> int:
     """Compare the numbers and the settings of a row. Returns the number of compared numbers."""
-    own, theirs = defining_settings(row.repeats[0]), entry.settings
-    names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
-    differ = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
-    if differ:
+    if differ := setting_differences(defining_settings(row.repeats[0]), entry.settings):
         row.remarks.append(f"differs from the reference: {'; '.join(differ)}")
     compared = 0
     for i, (column, header) in enumerate(zip(table.definition.columns, table.definition.headers, strict=True)):

@@ -13,9 +13,8 @@ from typing import NamedTuple
 from reporting.metrics import METRICS, decimals, format_number
 from reporting.runs import Missing, ReportedRun
 from reporting.tables import Table, TableRow
-from shared.errors import one_line
+from shared.errors import join_first, one_line
 
-MAX_LISTED = 5
 SHOWN_PACKAGES = ["torch", "transformers", "deepspeed"]
 MARKDOWN_SPECIAL = re.compile(r"[\\`|<\[\]]")
 FORMULA_STARTS = ("=", "+", "-", "@")
@@ -158,11 +157,6 @@ def empty_cells(table: Table, row: TableRow, left_out: Collection[str] = ()) -> 
         if cell.value is None and name not in left_out:
             reasons[cell.note].append(name)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-
-
-def join_first(texts: Collection[str], between: str = ", ") -> str:
-    more = len(texts) - MAX_LISTED
-    return between.join(list(texts)[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def escape_markdown(text: str) -> str:

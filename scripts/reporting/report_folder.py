@@ -85,7 +85,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
             " ".join(map(str, folders)), "no runs found", "run an experiment first, or give another folder"
         )
     experiment_tables = build_tables(definitions, runs, all_runs)
-    compared = compare(experiment_tables, other, reference) if reference and other else []
+    compared = [compare(experiment_tables, other, reference)] if reference and other else []
     own = [run for run in runs if run.experiment not in known]
     listed = runs if len(own) < len(runs) else []  # the table of the own runs already shows them all
     tables = [list_runs(OWN_RUNS, own, True), *experiment_tables, list_runs(ALL_RUNS, listed, False)]

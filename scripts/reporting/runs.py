@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from job.end_of_job import ended_without_a_word, is_alive, queued_jobs, reason_from_slurm
+from job.end_of_job import ended_without_a_word, is_alive, reason_from_slurm
 from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
 from reporting.trainer_log import (
@@ -186,8 +186,7 @@ def run_folders(folders: list[Path]) -> list[Path]:
 def find_record(job_id: str, folders: list[Path]) -> Path:
     """Return the path of the run record with this id, or with this last part of it, below the folders.
 
-    Raises WorkshopError if there is no such record or more than one. For a job that waits or that ended before its
-    training, the error has Slurm's state or the end of the job's log.
+    Raises WorkshopError if there is no such record or more than one.
     """
     places = list(dict.fromkeys(place.resolve() for place in run_folders(folders)))
     # A table shows only the end of a long id
@@ -199,19 +198,8 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
     if found:
         names = ", ".join(map(str, found))
         raise WorkshopError("--job", f"{len(found)} runs have the id {job_id}: {names}", "give the path of one")
-    log = next(filter(None, (find_log(place, job_id) for place in places)), None)
-    if log and not is_alive(record_path(log.parent.parent, job_id)):
-        text = log_end(log)
-        end = read_problem(log) or last_error(text) or last_lines(text)
-        raise WorkshopError(
-            "--job", f"{job_id} ended without a run record: {end}", f"its log is {os.path.relpath(log)}"
-        )
-    queued = (queued_jobs() or {}).get(job_id)
-    if log or queued:
-        state = f"{queued.state} ({queued.reason})" if queued else "running"
-        problem = f"{job_id} has no run record yet: its state is {state.removesuffix(' (None)')}"
-        raise WorkshopError("--job", problem, f"experiments/watch.sh {job_id} shows when its training begins")
-    raise WorkshopError("--job", f"no run has the id {job_id}", "give a job id, or the path of results/<job_id>.json")
+    remedy = f"experiments/watch.sh {job_id} shows a job that waits, trains, or has ended before its training"
+    raise WorkshopError("--job", f"no run record has the id {job_id}", remedy)
 
 
 def find_runs_in_folder(folder: Path, starting: bool = False) -> list[ReportedRun]:
@@ -271,8 +259,6 @@ def read_run(path: Path) -> ReportedRun:
             run.status_notes.append(f"exit code {code}")
     else:
         run.job_id = run.record.job_id or run.job_id
-        if "\N{REPLACEMENT CHARACTER}" in repr(run.record):
-            run.problems.append(f"{path}: a character in it is damaged, and is shown as \N{REPLACEMENT CHARACTER}")
         set_status(run)
     add_memory(run)
     return run

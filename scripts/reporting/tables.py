@@ -103,11 +103,13 @@ def traits(run: ReportedRun) -> dict[str, str]:
 
 def trait_differences(run: ReportedRun, other: ReportedRun, varies: Collection[str] = ()) -> str:
     """Describe why two runs are not comparable, empty if they are comparable. varies: traits that may differ."""
-    own = traits(run)
-    theirs = traits(other)
-    names = [name for name in own | theirs if own.get(name) != theirs.get(name) and name not in varies]
-    found = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
+    found = setting_differences(traits(run), traits(other), varies)
     return "; ".join([*found, *sorted({*run.record.overrides} ^ {*other.record.overrides})])
+
+
+def setting_differences(own: dict[str, str], other: dict[str, str], varies: Collection[str] = ()) -> list[str]:
+    names = [name for name in own | other if own.get(name) != other.get(name) and name not in varies]
+    return [f"{name} {own.get(name, 'unset')} instead of {other.get(name, 'unset')}" for name in names]
 
 
 def find_mismatches(runs: list[ReportedRun], varies: Collection[str] = ()) -> dict[ReportedRun, list[str]]:

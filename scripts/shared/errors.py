@@ -26,7 +26,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,6 +70,12 @@ class WorkshopError(Exception):
 def one_line(text: str) -> str:
     """Replace line ends and other control characters in a text by blanks."""
     return "".join(each if each.isprintable() else " " for each in text)
+
+
+def join_first(texts: Collection[str], between: str = ", ", most: int = 5) -> str:
+    """Join the first texts, and say how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(list(texts)[:most]) + more
 
 
 def run_program(main: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,11 +68,6 @@ def parse_json(path: str | Path, text: str, remedy: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
         raise WorkshopError(path, str(error), remedy) from error
-
-
-def is_json_lines(text: str) -> bool:
-    """Return whether a text has one JSON object per line: two objects without a comma between them."""
-    return re.search(r"\}\s*[\r\n]\s*\{", text) is not None
 
 
 def read_checked(path: Path, model: type[Model], kind: str, remedy: str, code: int = BAD_INPUT) -> Model:

@@ -5,7 +5,15 @@ import sys
 import time
 from typing import Any
 
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 from distributed import watchdog
 from distributed.collectives import print_once
@@ -51,7 +59,7 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
         trainer.add_callback(LogLinesCallback())
 
 
-class LogLinesCallback(TrainerCallback):
+class LogLinesCallback(PrinterCallback):
     """The Trainer's log lines and a progress line every few percent, for a log file that cannot show a bar."""
 
     def on_train_begin(
@@ -70,10 +78,8 @@ class LogLinesCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        if state.is_world_process_zero and logs:
-            shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
-            shown.pop("total_flos", None)
-            print(shown, flush=True)
+        if state.is_world_process_zero:  # PrinterCallback itself prints once per node
+            super().on_log(args, state, control, logs)
 
 
 class MeasureCallback(TrainerCallback):

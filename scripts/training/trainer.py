@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
@@ -103,6 +102,7 @@ class WorkshopTrainer(UpstreamFixes):
         self.speed = speed
         if self.state.global_step:
             saved: Any = self.state.stateful_callbacks
+            self.saved_step = self.state.global_step
             self.resume_counts(saved[COUNTS])
             speed.resume_counts(saved[COUNTS])
 
@@ -163,7 +163,9 @@ class WorkshopTrainer(UpstreamFixes):
             return
         losses = (compute(self._prepare_inputs(batch)) for batch in self.batches)
         try:
-            where = explain_loss(self.model, losses, self.first_question)
+            where = explain_loss(
+                self.model, losses, lambda number: self.tokenizer.decode(self.batches[number]["input_ids"][0])
+            )
         except torch.OutOfMemoryError:
             where = "there is no memory for a second forward pass, which would show the module"
         steps = f" ({BAD_LOSSES} steps in a row)" if self.args.fp16 else ""
@@ -172,9 +174,6 @@ class WorkshopTrainer(UpstreamFixes):
         raise WorkshopError(
             "loss", f"is not finite in step {self.state.global_step + 1}{steps}: {where}", remedy, code=1
         )
-
-    def first_question(self, micro_batch: int) -> str:
-        return self.tokenizer.decode(self.batches[micro_batch]["input_ids"][0])
 
     def end_step(self) -> None:
         """Take a loss that is not finite out of the Trainer's sum, which would be NaN for the rest of the run."""
@@ -200,18 +199,6 @@ class WorkshopTrainer(UpstreamFixes):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
-
-    def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
-    ) -> tuple[int, int]:
-        begun = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
-        self.saved_step = self.state.global_step
-        return begun
-
-    def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Return the names of the parameters with weight decay. transformers also decays Mamba's last norm."""
-        # The patterns are in lower case. Mamba's A_log and D are not matrices of a product
-        return get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "norm", r"\.a_log$", r"\.d$"])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_weights(self.model, self.state.global_step)

@@ -15,7 +15,7 @@ STAGE = "deepspeed-single-gpu/zero_1"
 
 @pytest.mark.parametrize(
     ("queue", "status"),
-    [("echo '1|RUNNING|None|/x'", "running"), ("echo '7|RUNNING|None|/x'", "failed"), ("exit 1", "running")],
+    [("echo '1|RUNNING|None|||||/x'", "running"), ("echo '7|RUNNING|None|||||/x'", "failed"), ("exit 1", "running")],
     ids=["queued", "gone", "no answer"],
 )
 def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, status):

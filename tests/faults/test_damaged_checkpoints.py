@@ -38,7 +38,6 @@ CHANGES = {  # a file of the checkpoint, two texts, mostly of the same length, a
     "size": ("optimizer.pt", b"PK", b"P", INCOMPLETE),
     "step": ("complete.json", b'"step": 4', b'"step": 3', "trainer_state.json: is not of step 3, ..."),
     "field": ("complete.json", b'"at_once"', b'"at_oncf"', "complete.json: is not a valid marker ...(at_once: ..."),
-    "list": ("complete.json", b'"config": {}', b'"config": []', "complete.json: is not a valid marker ...(config: ..."),
     "JSON": ("complete.json", b'"step": 4', b'"step": /', "complete.json: is not a valid marker ...Invalid JSON: ..."),
     "name": ("model.safetensors", b"h.0.mlp", b"h.7.mlp", "model.safetensors: contains ...h.7.mlp..., which ..."),
     "shape": ("model.safetensors", b"[2048,64]", b"[64,2048]", "model.safetensors: contains ...embeddings..."),

@@ -11,8 +11,6 @@ from workbench import Bench
 
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
-EXPERTS = {"model_type": "mixtral", "vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 1}
-ROUTER_LOSS = json.dumps(EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "output_router_logits": True})
 TOKENIZER = ["--from_scratch", "--tokenizer_name", "tiny-bloom"]
 # fmt: off
 REFUSED = {  # the error line, the flags, and a dictionary of files, variables and the exit code (by default 2)
@@ -32,10 +30,6 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                                      ["--dataset", "a.json"], {"files": {"a.json": "[" * 10_000}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
-    "a router loss": ("--model_name: output_router_logits adds a loss of the router, ...; set output_router_logits to "
-                      "false in its config.json",
-                      ["--model_name", "mine", *TOKENIZER],
-                      {"files": {"mine/config.json": ROUTER_LOSS}}),
     "a model that cannot recompute": ("--activation_checkpointing: CustomGPTForCausalLM cannot recompute its blocks; "
                                       "leave it out, or set activation_checkpointing in an FSDP config file",
                                       ["--activation_checkpointing", "--model_name", "custom-gpt", *TOKENIZER], {}),
@@ -57,8 +51,6 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                               [], {"WORLD_SIZE": "abc"}),
     "a run that saved only adapters": ("mine: holds the model of a finished run; give another --output_dir, ...", [],
                                        {"OUTPUT_DIR": "mine", "files": {"mine/adapter/adapter_config.json": "{}"}}),
-    "too large a rank": ("--lora_rank: 65 is too large for all linear layers; give at most 64",
-                         ["--lora_rank", 65], {}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
     "a truncated record of this job": ("results/7.json: is not a valid run record (...); ...",
                                        [], {"files": {"results/7.json": '{"status": "comp'}}),

@@ -129,7 +129,7 @@ def test_a_waiting_job_shows_its_reason(waiting):
     assert view == f"job {waiting.job_id} in experiments/baseline\nPENDING (JobHeldUser)\nlog        none yet\n"
     done = report(waiting.lab, waiting.job_id)
     assert (done.returncode, done.stdout) == (2, "")
-    line = f"error: --job: {waiting.job_id} has no run record yet: its state is PENDING (JobHeldUser); "
+    line = f"error: --job: no run record has the id {waiting.job_id}; experiments/watch.sh {waiting.job_id} shows "
     assert done.stderr.startswith(line) and done.stderr.count("\n") == 1, done
 
 

@@ -142,7 +142,7 @@ def test_gpu_utilisation_is_recorded_or_empty_with_a_reason(utilisation, mean, r
 def test_in_fp16_only_three_losses_in_a_row_that_are_not_finite_end_the_run(refusal, monkeypatch):
     """tests/integration/test_silent_faults.py tests the other precisions and several ranks."""
     monkeypatch.setattr("training.trainer.explain_loss", lambda model, losses, question: "somewhere")
-    parts = {"bad_losses": 0, "model": None, "batches": [], "first_question": None}
+    parts = {"bad_losses": 0, "model": None, "batches": []}
     trainer = SimpleNamespace(args=SimpleNamespace(fp16=True), state=SimpleNamespace(global_step=6), **parts)
     for loss in (2.0, NAN, -INFINITY, 2.0, NAN, -INFINITY):
         trainer.loss_of_step = torch.tensor(loss)

@@ -16,7 +16,6 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     OPTConfig,
     Qwen2Config,
 )
@@ -27,7 +26,6 @@ from guard.preconditions import check_saving
 from helpers import REPOSITORY, as_nobody, only_root
 from model import DrawOnCPU, build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
-from training.trainer import WorkshopTrainer
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
@@ -267,16 +265,6 @@ def test_computed_positions_have_no_limit(tiny_tokenizer, tmp_path):
     """The embedding of the tokens has max_position_embeddings rows, but it is not a table of positions."""
     LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048).save_pretrained(tmp_path)
     check_model(build_meta_model(ModelArguments(str(tmp_path))), tiny_tokenizer, 4096)
-
-
-def test_biases_norms_and_the_states_of_mamba_do_not_decay(tmp_path):
-    MambaConfig(vocab_size=2048, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
-    model = build_meta_model(ModelArguments(str(tmp_path)))
-    decayed = WorkshopTrainer.get_decay_parameter_names(None, model)
-    matrices = {
-        f"backbone.layers.0.mixer.{name}.weight" for name in ("conv1d", "dt_proj", "in_proj", "out_proj", "x_proj")
-    }
-    assert {*decayed} == {"backbone.embeddings.weight", "lm_head.weight", *matrices}
 
 
 def test_random_weights_of_a_gpu_are_drawn_on_the_cpu():

@@ -65,7 +65,6 @@ def test_a_vision_model_is_recorded_with_its_language_part(tmp_path):
     assert predicted_memory(record).gpu_mib < 100
 
 
-@pytest.mark.parametrize("change", [{"configs": None}, {"settings": {"optim": "adafactor"}}])
-def test_some_runs_cannot_be_predicted(change):
+def test_some_runs_cannot_be_predicted():
     _, record = settings_and_record("--model_name", "tiny-bloom")
-    assert predicted_memory(record | change) is None
+    assert predicted_memory(record | {"settings": {"optim": "adafactor"}}) is None

@@ -93,7 +93,9 @@ def test_kwh_are_next_to_gpu_hours(tmp_path):
 
 
 def test_the_page_of_a_class_shows_kwh_if_any_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("job.end_of_job.subprocess.run", lambda *_, **__: SimpleNamespace(stdout=""))  # squeue
+    monkeypatch.setattr(
+        "job.end_of_job.subprocess.run", lambda *_, **__: SimpleNamespace(stdout="", returncode=0)
+    )  # squeue
     for name, energy in (("alice", {}), ("bjarne", NOTHING)):
         add_gpu_run(tmp_path / name, "baseline", "1", **energy)
     pages = {}

@@ -141,7 +141,7 @@ def test_long_job_ids_are_short_in_tables(tmp_path):
         add_run(tmp_path, f"demo/{method}", job_id)
     page = write_page(tmp_path)
     demo = page.html.partition('<div id="demo">')[2].partition("</thead>")[0]
-    heads = re.findall(r'<a href="#job-([^"]*)"(?: title="([^"]*)")?>([^<]*)</a>', demo)
+    heads = re.findall(r'<a href="#job-([^"]*)-\d+"(?: title="([^"]*)")?>([^<]*)</a>', demo)
     assert heads == [
         (first, first, "…113000-4711"),
         (second, second, "…113100-4711"),
@@ -168,13 +168,13 @@ def test_each_number_leads_to_its_run(tmp_path):
     add_run(tmp_path, "fsdp-baseline", "7")
     page = write_page(tmp_path)
     stage = page.html.partition('<th scope="row">Stage 1<')[2].partition("</tr>")[0]
-    link = '<a href="#job-20">20</a>'
+    link = '<a href="#job-20-1">20</a>'
     job, status = f'data-label="Job">{link}</td>', 'data-label="Status"><span>completed</span></td>'
     assert (job in stage, status in stage) == (True, True)
-    assert len(re.findall(r'<a href="#job-20" tabindex="-1">[\d.,]+</a>', stage)) > 2
+    assert len(re.findall(r'<a href="#job-20-1" tabindex="-1">[\d.,]+</a>', stage)) > 2
     assert "the newer job 21 is not shown" in page.text
     targets = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    assert {"job-7", "job-7-2"} <= targets
+    assert {"job-7-3", "job-7-4"} <= targets
     assert {link["href"].removeprefix("#") for link in page.find("a")} <= targets
 
 
