@@ -101,16 +101,20 @@ def read_reference(given: Path, output: Path) -> dict[str, list[RowNumbers]]:
 
 def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: Path) -> str:
     """Add the differences to the cells, and remarks to the rows. Returns a line for the summary."""
-    numbers = 0
+    numbers = rows = 0
     for table in tables:
         theirs = {entry.label: entry for entry in reference.get(table.definition.id, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
             if row.run and entry and row.run.completed and entry.status == "completed":
                 numbers += compare_row(table, row, entry)
+                rows += 1
             elif row.run and entry:
                 row.remarks.append(f"the reference (job {entry.job_id}): {entry.status}; this run: {row.run.status}")
-    return one_line(f"Against the reference {given}: {plural(numbers, 'number')} compared.")
+    of_reference = plural(sum(map(len, reference.values())), "row")
+    return one_line(
+        f"Against the reference {given}: {plural(numbers, 'number')} compared, in {rows} of its {of_reference}."
+    )
 
 
 def compare_row(table: Table, row: TableRow, entry: RowNumbers) -> int:

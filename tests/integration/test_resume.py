@@ -3,9 +3,12 @@
 tests/faults covers plain training, DDP, and kills at each point of a run.
 """
 
+import json
+import shutil
+
 import pytest
 
-from helpers import Finished
+from helpers import REPOSITORY, Finished
 from test_strategies import same_losses
 from workbench import complete_marks
 
@@ -41,6 +44,20 @@ def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(train, wor
     assert complete_marks(family / "resumed") == {"checkpoint-8": True}
     assert resumed.record["train"]["loss_last"] == expected.record["train"]["loss_last"]
     assert tokens(resumed) == tokens(expected)
+
+
+def test_version_2_0_0_wrote_a_checkpoint_and_a_record(train, bench, workplace):
+    """The checkpoint is of the first of two epochs. The record has the losses of both."""
+    saved = REPOSITORY / "tests/data/runs_of_2.0.0"
+    shutil.copytree(saved / "checkpoint-4", workplace / "output/2.0.0/checkpoint-4")
+    sizes = {"HIDDEN_SIZE": 8, "NUM_HEADS": 1, "NUM_LAYERS": 1, "FF_DIM": 8, "VOCAB_SIZE": 270, "SEQ_LENGTH": 320}
+    sizes |= {"MODEL_NAME": "custom-gpt", "TRAIN_SIZE": 16, "EVAL_SIZE": 4, "MAX_LENGTH": 320, "BATCH_SIZE": 2}
+    sizes |= {"DATASET": "data/squad_sample.json", "GRAD_ACC": 2, "LEARNING_RATE": 1e-2, "PADDING": "longest"}
+    resumed = train("from_2.0.0", RESUME, "output/2.0.0/checkpoint-4", **sizes)
+    losses = [each["loss"] for each in json.loads((saved / "results/b.json").read_text())["eval"]]
+    assert [each["loss"] for each in resumed.record["eval"]] == pytest.approx(losses, rel=1e-5)
+    shown = bench.run("--job", saved / "results/b.json", script="scripts/report.py")
+    assert shown.out.count("5.15") == 1, shown
 
 
 @pytest.mark.promise("reliability 5", "reliability 6")

@@ -22,7 +22,7 @@ from guard.checkpoints import (
     training_identity,
 )
 from guard.preconditions import check_room
-from helpers import REPOSITORY, as_nobody, only_root
+from helpers import as_nobody, only_root
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from shared.paths import CHECKPOINT_MARKER
@@ -222,17 +222,6 @@ def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
 def test_no_checkpoint_is_resumed_by_another_family(saved, resumed, refusal):
     folder = save_marker(strategy=saved)
     assert "strategy was " in refusal(check_same_training, folder, make_run(strategy=resumed)[1], code=4)
-
-
-def test_a_checkpoint_of_2_0_0_resumes():
-    """Its marker has no flag that is younger, and none that might change then, such as dataloader_drop_last."""
-    saved = json.loads((REPOSITORY / "tests/data/marker_of_2.0.0.json").read_text())
-    flags = "--dataset data/squad_sample.json --train_size 16 --eval_size 4 --max_length 128 --fp16 False"
-    flags += " --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --save_strategy no --steps 4"
-    now = make_run(*flags.split())[1] | {"data": saved["data"]}
-    folder = checkpoint("output/7", 2)
-    (folder / CHECKPOINT_MARKER).write_text(json.dumps(saved))
-    check_same_training(str(folder), now)
 
 
 def test_a_checkpoint_without_the_optimizer_is_refused(refusal):

@@ -40,12 +40,12 @@ def test_a_report_equals_a_copy_of_itself(tmp_path, main_of, capsys):
     main_of(report, STAGE_RUNS, "-o", tmp_path / "theirs")
     main_of(report, STAGE_RUNS, "-o", tmp_path / "own", "--reference", tmp_path / "theirs")
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line == f"Against the reference {tmp_path}/theirs: 41 numbers compared."
+    assert line == f"Against the reference {tmp_path}/theirs: 41 numbers compared, in 7 of its 8 rows."
     page = (tmp_path / "own" / "index.html").read_text()
     assert line in page and "</a><small>equal</small></td>" in page
     assert (tmp_path / "own" / "report.json").read_text() == (tmp_path / "theirs" / "report.json").read_text()
     main_of(report, STAGE_RUNS, "-o", tmp_path / "own", "--reference", tmp_path / "theirs" / "report.json")
-    assert "report.json: 41 numbers compared." in capsys.readouterr().out
+    assert "report.json: 41 numbers compared, in 7 of its 8 rows." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_only_rows_that_completed_on_both_sides_are_compared(tmp_path):
     add_run(tmp_path / "own", "fsdp-baseline", "2")
     add_run(tmp_path / "theirs", "custom-model/single_node", "8")
     tables, line = compare_folders(tmp_path / "own", write_reference(tmp_path / "theirs"))
-    assert line.endswith(": 0 numbers compared.")
+    assert line.endswith(": 0 numbers compared, in 0 of its 5 rows.")
     assert "the reference (job 7): completed; this run: oom" in tables[STAGES].rows[1].remarks
 
 
