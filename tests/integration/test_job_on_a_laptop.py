@@ -32,8 +32,8 @@ def test_knobs_reach_the_record_and_the_cpu_log_agrees_on_the_peak_of_the_proces
     run = read_run(done.record_path)
     (counted,) = record["peak_process_mib"]
     said = f"{run.cpu}\n{done}"
-    # psrecord counts a process twice while it forks. At its end, after it has measured its peak, a process with PyTorch's
-    # CUDA build loads some 100 MiB of libraries
+    # psrecord counts a process twice while it forks. A process with a CUDA build of PyTorch loads some 100 MiB of
+    # libraries at its end, after it has measured its peak
     (log,) = (done.record_path.parent.parent / "cpu_memory").glob("*.txt")
     samples = sorted(read_cpu_log(log).mib("process"))
     assert samples[-len(samples) // 50] <= (1.15 if torch.version.cuda else 1.05) * counted, said
