@@ -59,6 +59,11 @@ def no_process(monkeypatch):
 
 
 @pytest.fixture
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture
 def local_zone(request):
     """Use the time zone that the test names, in the format of the variable TZ."""
     with pytest.MonkeyPatch.context() as patch:
