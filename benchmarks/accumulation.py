@@ -7,7 +7,7 @@ question, and the accumulation is 16. All rows start with the same weights and u
 
 The first number is the relative difference (L2 norm) between this row's gradient in the first step and the gradient
 of the same method in fp32. The second number is the evaluation loss after the training.
-docs/comparison.md shows the results.
+docs/deepspeed-config.md shows the results.
 """
 
 import argparse

@@ -26,7 +26,18 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, read_result, run_training, versions
+from harness import (
+    REPOSITORY,
+    RESULT,
+    SAMPLE,
+    SCRIPTS,
+    commit,
+    make_model_folder,
+    read_result,
+    run_training,
+    save_rows,
+    versions,
+)
 
 sys.path.insert(0, str(SCRIPTS))
 from rehearsal.read_collective import SENT, SMALL, read_collective
@@ -95,20 +106,8 @@ def main() -> None:
                 row |= train(folder, strategy, accumulation)
                 results["rows"].append(row)
                 print(f"{strategy}, accumulation {accumulation}: {describe(row)}", flush=True)
-    print(page_table(results))
     if arguments.save:
-        save(results)
-
-
-def save(results: dict) -> None:
-    """Replace these rows in the file. If the versions differ, drop all old rows, because they are not comparable."""
-    counted = {(row["strategy"], row["accumulation"]) for row in results["rows"]}
-    saved = read_results()
-    if saved["versions"] == results["versions"]:
-        kept = [row for row in saved["rows"] if (row["strategy"], row["accumulation"]) not in counted]
-        results["rows"] += kept
-    results["rows"].sort(key=lambda row: (list(ROWS).index(row["strategy"]), row["accumulation"]))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        save_rows(RESULTS, results, key=lambda row: (list(ROWS).index(row["strategy"]), row["accumulation"]))
 
 
 def read_results() -> dict:

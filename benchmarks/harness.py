@@ -7,7 +7,9 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
@@ -40,6 +42,19 @@ def read_result(output: str) -> dict:
     """Read the only line that begins with RESULT."""
     (line,) = [line for line in output.splitlines() if line.startswith(RESULT)]
     return json.loads(line.removeprefix(RESULT))
+
+
+def save_rows(file: Path, results: dict, key: Callable[[dict], Any]) -> None:
+    """Replace these rows in the file. If the versions differ, drop all old rows, because they are not comparable.
+
+    key: returns what identifies a row, and orders the rows.
+    """
+    saved = json.loads(file.read_text())
+    measured = [key(row) for row in results["rows"]]
+    if saved["versions"] == results["versions"]:
+        results["rows"] += [row for row in saved["rows"] if key(row) not in measured]
+    results["rows"].sort(key=key)
+    file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def make_model_folder(folder: Path, config: dict, tokens: int, dataset: Path = SAMPLE) -> None:

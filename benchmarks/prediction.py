@@ -40,6 +40,7 @@ from harness import (
     make_model_folder,
     read_result,
     run_training,
+    save_rows,
     versions,
 )
 
@@ -154,17 +155,7 @@ def main() -> None:
             print(page_row(results["rows"][-1]), flush=True)
     print(summary(results))
     if arguments.save:
-        save(results)
-
-
-def save(results: dict) -> None:
-    """Replace these rows in the file. If the versions differ, drop all old rows, because they are not comparable."""
-    saved = read_results()
-    measured = {row["row"] for row in results["rows"]}
-    if saved["versions"] == results["versions"]:
-        results["rows"] += [row for row in saved["rows"] if row["row"] not in measured]
-    results["rows"].sort(key=lambda row: list(ROWS).index(row["row"]))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        save_rows(RESULTS, results, key=lambda row: list(ROWS).index(row["row"]))
 
 
 def make_models(folder: Path, *names: str) -> None:
@@ -281,15 +272,8 @@ def difference(row: dict) -> float:
     return measured / predicted - 1
 
 
-def page_table(results: dict) -> str:
-    """Table of docs/results.md."""
-    heads = ["Run", "Ranks", "MiB, predicted", "MiB, measured", "Difference"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    return "\n".join([*lines, *map(page_row, results["rows"])])
-
-
 def summary(results: dict) -> str:
-    """Sentence with the median absolute difference and the largest difference, for docs/memory.md."""
+    """Sentence of docs/results.md with the median absolute difference and the largest difference."""
     differences = {row["row"]: difference(row) for row in results["rows"]}
     worst = max(differences, key=lambda row: abs(differences[row]))
     median = statistics.median(map(abs, differences.values()))

@@ -1,7 +1,7 @@
 """Measure how much two training runs differ that differ only in the seed.
 
     python benchmarks/seeds.py --model build/smollm2 --dataset ../shared/data/xquad.en.json
-    python benchmarks/seeds.py ... --save       # also write seeds.json
+    python benchmarks/seeds.py ... --save       # also write seeds.json, of which `make pages` shows mean and spread
 
 SmolLM2-135M learns real questions, once per seed (data/README.md has the commands that make both files). As in each
 training run, the seed chooses the questions and their order: 416 of the 880 about three quarters of the passages to
@@ -11,7 +11,6 @@ Two runs whose losses or scores differ by less than the spread of these runs do 
 
 import argparse
 import json
-import statistics
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,17 +53,6 @@ def train(model: Path, dataset: Path, seed: int) -> dict:
     return run
 
 
-def summary(runs: list[dict]) -> str:
-    """Return a line per number with mean, standard deviation, smallest and largest value."""
-    lines = []
-    for name in [name for name in runs[0] if name != "seed"]:
-        values = [run[name] for run in runs]
-        spread = statistics.stdev(values)
-        ends = f"{min(values):.4g} to {max(values):.4g}"
-        lines.append(f"{name}: {statistics.fmean(values):.4g} ± {spread:.2g} ({ends}, {len(runs)} seeds)")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=REPOSITORY / "build" / "smollm2")
@@ -75,7 +63,6 @@ def main() -> None:
     arguments = parser.parse_args()
     with ThreadPoolExecutor(arguments.at_once) as pool:
         runs = list(pool.map(partial(train, arguments.model, arguments.dataset), range(arguments.seeds)))
-    print(summary(runs))
     if arguments.save:
         content = {"commit": commit(), "versions": versions(), "knobs": KNOBS, "runs": runs}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from helpers import REPOSITORY
 from report_files import cpu_log, gpu_log, write
+from shell import program
 
 SAMPLE = json.loads((REPOSITORY / "tests/data/runs_of_1.0.0/experiments/demo/zero3/results/201.json").read_text())
 NAMES = [
@@ -37,10 +38,8 @@ class MadeUpClass:
         answer = folder / "queue"
         rows = (line.rpartition("|") for line in self.queue)
         write(answer, "".join(f"{job}|||||{folder}\n" for job, _, folder in rows))
-        program = f'#!/bin/sh\ncase "$*" in *"--format=%A|%T|%r|%N|%M|%L|%S|%Z") cat "{answer}" ;; *) exit 1 ;; esac\n'
-        write(folder / "bin" / "squeue", program)
-        (folder / "bin" / "squeue").chmod(0o755)
-        return folder / "bin"
+        lines = f'case "$*" in *"--format=%A|%T|%r|%N|%M|%L|%S|%Z") cat "{answer}" ;; *) exit 1 ;; esac'
+        return program(folder / "bin", "squeue", lines).parent
 
 
 def record(experiment: str, job_id: str, started: datetime, status: str, gpus: int, **changes: object) -> dict:

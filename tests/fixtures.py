@@ -1,8 +1,11 @@
-"""Fixtures that the conftest.py files of tests/unit and tests/commands import by name."""
+"""Fixtures that the conftest.py files of tests/unit, tests/commands and tests/integration import by name."""
 
 import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -45,6 +48,18 @@ def refusal() -> Callable[..., str]:
         return the_error(f"error: {raised.value}")
 
     return check
+
+
+@pytest.fixture
+def main_of(monkeypatch) -> Callable[..., None]:
+    """Return a function that runs the `main` of a script in this process, as its command line would."""
+
+    def run(script: ModuleType, *words: object) -> None:
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, words)])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        script.main()
+
+    return run
 
 
 @pytest.fixture

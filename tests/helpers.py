@@ -249,7 +249,8 @@ def program(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, folder)
     specification.loader.exec_module(module)
-    sys.path.append(sys.path.pop(0))  # for imports in functions; scripts/ comes first again
+    sys.path.remove(folder)  # the program may have put scripts/ before it
+    sys.path.append(folder)  # for imports in functions
     return module
 
 

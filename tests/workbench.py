@@ -211,11 +211,6 @@ class Bench:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
 
-    def write_pipe(self, name: str) -> None:
-        """Open and close a FIFO of this folder, so that the process that reads it continues."""
-        with (self.folder / name).open("w"):
-            pass
-
     def names(self) -> set[str]:
         """Return every file and folder below this folder, without following links."""
         found = set()
@@ -319,9 +314,9 @@ class Bench:
         finally:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
-    def close(self, seconds: float = SECONDS_TO_END) -> list[str]:
-        """Kill the processes that still run `seconds` after the test, and return their commands."""
-        deadline = time.monotonic() + seconds
+    def close(self) -> list[str]:
+        """Kill the processes that still run SECONDS_TO_END after the test, and return their commands."""
+        deadline = time.monotonic() + SECONDS_TO_END
         while (living := self.server.living()) and time.monotonic() < deadline:
             self.server.wait(0, 0.02)
         left = [f"{process.pid} {command_line(process)}" for process in living]

@@ -8,7 +8,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from gpu_check import FULL, TINY  # noqa: E402
+from gpu_check import FULL  # noqa: E402
 from shared.paths import SAMPLE  # noqa: E402
 
 # 1,190 real questions of SQuAD v1.1, if they are there (CONTRIBUTING.md); otherwise the bundled sample
@@ -26,7 +26,6 @@ NONE = {"PADDING": "none"}
 AT_ONCE = {"BATCH_SIZE": "16", "GRAD_ACC": "1"}
 AT_ONCE_64 = {"BATCH_SIZE": "64", "GRAD_ACC": "1"}
 ALL = BF16 | SDPA | NONE | CHUNKED | AT_ONCE  # as in experiments/efficiency/all
-FOUR_EPOCHS = {"NUM_EPOCHS": "4"}  # 32 steps, so that a stop comes before the end on a fast GPU too
 LORA = {"LORA_RANK": "8", "LEARNING_RATE": "1e-2"}
 AT_ONCE_4 = {"BATCH_SIZE": "4", "GRAD_ACC": "4"}
 BATCHES = {4: ALL | AT_ONCE_4, 16: ALL, 64: ALL | AT_ONCE_64}
@@ -52,16 +51,14 @@ def fsdp(name: str) -> str:
 class Item:
     """A program to run and measure.
 
-    variables, flags: those of the program. steps: optimizer steps; 0: as many as the variables say. resume: stop the
-    run, resume it, and compare it with a run that was not stopped. guard: seconds until the item is killed. gpu_only:
-    skip it with --cpu.
+    variables, flags: those of the program. steps: optimizer steps; 0: as many as the variables say. guard: seconds
+    until the item is killed. gpu_only: skip it with --cpu.
     """
 
     name: str
     variables: dict[str, str] = field(default_factory=dict)
     flags: str = ""
     steps: int = 0
-    resume: bool = False
     guard: int = 120
     gpu_only: bool = False
     program: str = "scripts/train.py"
@@ -70,11 +67,6 @@ class Item:
 def full(name: str, variables: dict[str, str], flags: str = "", steps: int = 20, **more: Any) -> Item:
     """An item that trains bloom-560m for some steps, without evaluation."""
     return Item(name, FULL | MODEL | QUESTIONS | variables, f"--eval_strategy no {flags}", steps, **more)
-
-
-def tiny(name: str, variables: dict[str, str], flags: str = "", **more: Any) -> Item:
-    """An item that trains tiny-bloom for two epochs of 8 steps and evaluates it."""
-    return Item(name, TINY | variables, flags, **more)
 
 
 def compiled(batch: int, mode: str = "default", how: str = "regional", lengths: str = "fixed") -> Item:
@@ -185,11 +177,6 @@ GROUPS = {
             for name in ("zero2_cpu_offload", "zero2_cpu_offload_pinned_memory", "ds_zero3_offload")
         ),
         full("560m-full_shard_cpu_offload", {}, fsdp("full_shard_cpu_offload"), steps=8, gpu_only=True),
-    ],
-    "resume": [
-        tiny("resume-plain", FOUR_EPOCHS, resume=True),
-        tiny("resume-zero2", FOUR_EPOCHS, zero("zero2"), resume=True),
-        tiny("resume-full_shard", FOUR_EPOCHS, fsdp("full_shard"), resume=True),
     ],
 }
 ITEMS = [item for group in GROUPS.values() for item in group]

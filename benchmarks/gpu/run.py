@@ -1,4 +1,4 @@
-"""Measure one GPU: the speed of the efficiency knobs, parts of a step, offload, and resuming.
+"""Measure one GPU: the speed of the efficiency knobs, parts of a step, and offload.
 
     python benchmarks/gpu/run.py                              # all items
     python benchmarks/gpu/run.py --groups fast micro          # only these groups
@@ -9,7 +9,6 @@ README.md in this folder explains the groups and the results. The exit code is 3
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -25,10 +24,9 @@ from processes import become, kill, starter, wait
 from checks.machine import last_line
 from gpu_check import COLUMNS, figures, training_environment
 from reporting.render import grid
-from shared.errors import ENVIRONMENT, STOPPED, OneLineErrors, run_program
+from shared.errors import ENVIRONMENT, OneLineErrors, run_program
 
 RESULT = "RESULT "  # prefix of the lines of JSON that programs other than train.py print
-STOP_AFTER = 6  # optimizer steps until a training run is stopped, to resume it
 CPU_STEPS = 8  # --profile needs seven
 
 
@@ -43,38 +41,25 @@ class Session:
         self.context = starter(fork)
         self.running: Any = None  # the process
 
-    def start(self, item: Item, job: str, *flags: str) -> None:
-        """Start an item. job: the name of its record and of its log, to which it appends."""
-        words = [*item.flags.split(), *flags]
+    def start(self, item: Item, log: Path) -> None:
+        """Start an item, whose output goes into a log."""
+        words = item.flags.split()
         if item.steps:
             words += ["--max_steps", str(min(item.steps, CPU_STEPS) if self.cpu else item.steps)]
         if self.cpu and item.program == "scripts/gpu_check.py":
             words.append("--cpu")
         argv = [str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in [item.program, *words]]
-        variables = self.environment | item.variables | ({"MAX_LENGTH": "128"} if self.cpu else {}) | {"JOB_ID": job}
-        log = self.folder / f"{job}.log"
+        variables = self.environment | item.variables | ({"MAX_LENGTH": "128"} if self.cpu else {})
+        variables["JOB_ID"] = item.name
         self.running = self.context.Process(target=become, args=(argv, variables, self.folder, log))
         self.running.start()
-
-    def log(self, job: str) -> str:
-        return (self.folder / f"{job}.log").read_text(errors="replace")
-
-    def record(self, job: str) -> dict:
-        path = self.folder / "results" / f"{job}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def forget(self, job: str) -> None:
-        """Remove the files of an earlier run of this job, and begin its log."""
-        (self.folder / "results" / f"{job}.json").unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "output" / job, ignore_errors=True)
-        (self.folder / f"{job}.log").write_text("")
 
     def run(self, item: Item, seconds: float) -> dict:
         """Run an item and return its row."""
         start = time.monotonic()
         row = {"name": item.name, "variables": item.variables, "flags": item.flags}
         try:
-            row |= self.stop_and_resume(item, seconds) if item.resume else self.measure(item, seconds)
+            row |= self.measure(item, seconds)
         except Exception as error:  # a mistake in one item must not end the session
             row |= {"status": "failed", "reason": repr(error)}
         finally:
@@ -84,41 +69,21 @@ class Session:
         return row
 
     def measure(self, item: Item, seconds: float) -> dict:
-        """Run an item to its end."""
-        self.forget(item.name)
-        self.start(item, item.name)
+        """Run an item to its end, without the files of an earlier run of this item."""
+        names = (f"{item.name}.log", f"results/{item.name}.json", f"output/{item.name}")
+        log, record, output = (self.folder / name for name in names)
+        record.unlink(missing_ok=True)
+        shutil.rmtree(output, ignore_errors=True)
+        log.write_text("")
+        self.start(item, log)
         code = wait(self.running, seconds)
-        log, record = self.log(item.name), self.record(item.name)
-        row = judge(code, log, record)
-        row["lines"] = [json.loads(line.removeprefix(RESULT)) for line in log.splitlines() if line.startswith(RESULT)]
-        shutil.rmtree(self.folder / "output" / item.name, ignore_errors=True)
-        return row | (figures_of_item(record) if record and row["status"] == "completed" else {})
-
-    def stop_and_resume(self, item: Item, seconds: float) -> dict:
-        """Stop a training run with SIGUSR1, resume it, and compare it with a run that was not stopped."""
-        ends = time.monotonic() + seconds
-        whole, stopped = f"{item.name}-whole", f"{item.name}-stopped"
-        codes = []
-        for job, *flags in ((whole,), (stopped,), (stopped, "--resume_from_checkpoint")):
-            if not flags:
-                self.forget(job)
-            self.start(item, job, "--logging_steps", "1", *flags)
-            if job == stopped and not flags:
-                self.send_stop(job, ends)
-            codes.append(wait(self.running, max(0, ends - time.monotonic())))
-        jobs = [(self.record(job), self.weights(job)) for job in (whole, stopped)]
-        return compare_resumed(codes, *jobs) | {"log": last_line(self.log(stopped))}
-
-    def send_stop(self, job: str, ends: float) -> None:
-        while self.log(job).count("'loss': ") < STOP_AFTER and self.running.is_alive() and time.monotonic() < ends:
-            time.sleep(0.02)
-        if self.running.is_alive():
-            os.kill(self.running.pid, signal.SIGUSR1)
-
-    def weights(self, job: str) -> dict[str, str]:
-        """Return the hashes of the files of the saved model."""
-        files = sorted((self.folder / "output" / job).glob("*.safetensors"))
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        printed = log.read_text(errors="replace")
+        recorded = json.loads(record.read_text()) if record.exists() else {}
+        row = judge(code, printed, recorded)
+        lines = [line for line in printed.splitlines() if line.startswith(RESULT)]
+        row["lines"] = [json.loads(line.removeprefix(RESULT)) for line in lines]
+        shutil.rmtree(output, ignore_errors=True)
+        return row | (figures_of_item(recorded) if recorded and row["status"] == "completed" else {})
 
 
 def judge(code: int | None, log: str, record: dict) -> dict:
@@ -134,22 +99,6 @@ def figures_of_item(record: dict) -> dict:
     kept = ("held", "peak_gpu_memory", "profile", "git", "hardware", "versions", "missing")
     found = figures(record | {"eval": record.get("eval") or [{"loss": None}]})
     return found | {name: record.get(name) for name in kept}
-
-
-def compare_resumed(codes: list[int | None], whole: tuple[dict, dict], resumed: tuple[dict, dict]) -> dict:
-    """Return whether a run that was stopped and resumed equals a run without a stop, to the last bit.
-
-    codes: exit codes of the run without a stop, of the stopped run, and of the resumed run. whole, resumed: the record
-    of a run and the hashes of its saved weights.
-    """
-    losses = [[entry["loss"] for entry in record.get("eval", [])] for record, _ in (whole, resumed)]
-    wrong = {
-        f"the exit codes are {codes}, and should be [0, {STOPPED}, 0]": codes != [0, STOPPED, 0],
-        f"the evaluation losses are {losses}": not losses[0] or losses[0] != losses[1],
-        "the saved weights differ, or there are none": not whole[1] or whole[1] != resumed[1],
-    }
-    reasons = [reason for reason, is_true in wrong.items() if is_true]
-    return {"status": "failed", "reason": "; ".join(reasons)} if reasons else {"status": "completed"}
 
 
 def make_model(folder: Path, cpu: bool) -> None:

@@ -1,25 +1,18 @@
 """Compute the tables of bloom-7b1 in docs/lora.md, and draw its figure: what a rank holds with and without LoRA.
 
-python docs/figures/adapters.py
-
 The bytes follow from formulas for parameters, gradients, optimizer state and DDP's buckets. Activations are left out.
 """
-
-import sys
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from estimate.command_line import parse_memory_plan
 from estimate.model_shape import Shape, trace_shape
 from memory_bars import Bar, Groups, draw_groups
 from palette import EMPTY
-from shared.units import GB, GIB
+from shared.units import GIB
 from style import INK, PARTS, WIDTH
 
 GPUS = 4
@@ -140,8 +133,3 @@ def adapters() -> Figure:
 
 
 FIGURES = {"lora": adapters}
-
-if __name__ == "__main__":
-    print(held_table())
-    for method, size in sent_with_lora().items():
-        print(f"{method}: {size / GB:.2f} GB per step with LoRA")

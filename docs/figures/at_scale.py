@@ -1,15 +1,10 @@
 """Compute the table of docs/dimensions.md, "At the scale that nobody here has", and the numbers of at-scale.svg.
 
-python docs/figures/at_scale.py
-
 The bytes are those of scripts/estimate_memory.py, for a custom GPT with micro batch 4.
 """
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from estimate.command_line import parse_plan
 from estimate.communication import bytes_between_nodes, sent_bytes
@@ -71,7 +66,3 @@ def page_table() -> str:
         sent_in_all = shown.inside_nodes / GB + between
         lines.append(f"| {method} | {held:.1f} | {sent_in_all:.1f} | {between:.1f} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(page_table())

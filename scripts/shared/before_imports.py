@@ -9,8 +9,8 @@ def prepare_imports() -> None:
     """On a machine without a GPU, let OpenMP's threads wait in a loop only briefly, and then sleep.
 
     By default they wait in the loop for milliseconds, and take the cores from other programs and from each other. Next
-    to other programs, a run on the CPU is then many times slower (benchmarks/threads.py). Nothing changes if the user
-    has already chosen how threads wait.
+    to other programs, a run on the CPU is then many times slower. Nothing changes if the user has already chosen how
+    threads wait.
     """
     without_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(map(os.path.exists, GPU_DRIVERS))
     if without_gpu and "OMP_WAIT_POLICY" not in os.environ:

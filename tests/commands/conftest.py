@@ -67,12 +67,16 @@ def contained(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture
-def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
-    """Run an experiment whose training is `code`, without Slurm, and return the finished process and the folder."""
+def stub(workshop, tmp_path) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
+    """Run an experiment whose training is `code`, without Slurm, and return the finished process and the folder.
+
+    Programs in tmp_path/bin come first on its PATH.
+    """
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
 
     def run(code: str, *arguments: str, **options: object):
         folder = workshop / "experiments/mine/x"
-        started = start_stub(folder, code, *arguments, **options)
+        started = start_stub(folder, code, *arguments, **{"PATH": path} | options)
         try:
             out, error = started.communicate(timeout=120)
         finally:

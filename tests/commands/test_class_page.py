@@ -54,8 +54,11 @@ def section(page: str, name: str) -> str:
 
 @pytest.mark.promise("the class at a glance shows each state and each failure")
 def test_every_state(tmp_path, slurm):
-    clone = tmp_path / "alice"
-    experiments = [*EXPERIMENTS, *(f"x/{name}" for name in ("oom", "stopped", "timeout", "vanished", "none", "file"))]
+    """Slurm names the real folder. The instructor gives a link to it."""
+    clone, link = tmp_path / "clone", tmp_path / "alice"
+    link.symlink_to(clone)
+    more = ("oom", "stopped", "timeout", "vanished", "restarted", "none", "file")
+    experiments = [*EXPERIMENTS, *(f"x/{name}" for name in more)]
     add_job(clone, experiments[0], "1", START, "completed")
     add_job(clone, experiments[1], "2", START, "running", percent=50)
     add_job(clone, experiments[2], "3", START, "refused", error="error: x: is wrong; correct it")
@@ -64,17 +67,19 @@ def test_every_state(tmp_path, slurm):
     for number, state in enumerate(("oom", "stopped", "timeout"), 6):
         add_job(clone, f"x/{state}", str(number), START, state)
     add_job(clone, "x/vanished", "9", START, "running")
+    add_job(clone, "x/restarted", "10", START, "stopped")  # it waits, although it has a record
     write(clone / "experiments/x/file/results", "not a folder")
     place = f"{clone}/experiments"
     slurm(
         f"2|RUNNING|None|{place}/ddp/1_gpus",
         f"4|RUNNING|None|{zero_1}",
         f"5|PENDING|Resources|{place}/{experiments[4]}",
+        f"10|PENDING|BeginTime|{place}/x/restarted",
         "99|PENDING|Priority|/somewhere/else",
     )
-    reader = ClassReader([clone], experiments)
+    reader = ClassReader([link / "experiments"], experiments)
     expected = ["completed", "running", "failed", "running", "waiting", "oom", "stopped", "stopped", "failed"]
-    assert states(reader) == [*expected, "", "unreadable"]
+    assert states(reader) == [*expected, "waiting", "", "unreadable"]
     page = page_of(reader)
     assert 'R</abbr> 47 %<progress max="100" value="47">' in page
     assert 'R</abbr> 0 %<progress max="100" value="0">' in page
@@ -119,19 +124,6 @@ def test_a_completed_run_stays_done_and_otherwise_the_newest_decides(tmp_path, s
     assert ("(has a newer or completed job)" in failures) == (
         (older != "completed" and newer != older) or (newer == "failed" and older == "completed")
     )
-
-
-def test_a_restarted_job_waits_although_it_has_a_record(tmp_path, slurm):
-    folder = add_job(tmp_path / "alice", "baseline", "10", START, "stopped")
-    slurm(f"10|PENDING|BeginTime|{folder}")
-    assert states(ClassReader([tmp_path / "alice"], ["baseline"])) == ["waiting"]
-
-
-def test_paths_with_links_are_the_folders_of_slurm(tmp_path, slurm):
-    (tmp_path / "real" / "experiments" / "baseline").mkdir(parents=True)
-    (tmp_path / "alice").symlink_to(tmp_path / "real")
-    slurm(f"10|PENDING|Priority|{tmp_path}/real/experiments/baseline")
-    assert states(ClassReader([tmp_path / "alice" / "experiments"], ["baseline"])) == ["waiting"]
 
 
 def test_without_an_answer_of_slurm_the_page_says_so(tmp_path, slurm):
@@ -190,20 +182,14 @@ def test_failures_with_the_same_line_are_one_group(tmp_path, slurm):
 def test_a_run_whose_settings_differ_from_the_class_is_marked_and_named(tmp_path, slurm):
     clones = [tmp_path / f"person{i}" / "workshop" for i in range(4)]
     for number, clone in enumerate(clones):
-        changes = {"per_device_train_batch_size": 8} if number == 2 else {}
-        add_job(clone, "baseline", str(number), START, "completed", **changes)
+        batch = 8 if number == 2 else 4
+        add_job(clone, "baseline", str(number), START, "completed", per_device_train_batch_size=batch)
     page = page_of(ClassReader(clones, ["baseline", "ddp/1_gpus"]))
     assert "baseline: BATCH_SIZE 8, class 4 person2 , job 2 " in section(page, "differs")
     (mark,) = re.findall(r'class="mark" href="#([^"]*)" title="BATCH_SIZE 8, class 4"', page)
     assert f'<li id="{mark}"><b>person2</b>' in page
-
-
-def test_two_runs_that_differ_have_no_majority(tmp_path, slurm):
-    for number in (4, 8):
-        clone = tmp_path / f"person{number}"
-        add_job(clone, "baseline", str(number), START, "completed", per_device_train_batch_size=number)
-    reader = ClassReader([tmp_path / "person4", tmp_path / "person8"], ["baseline"])
-    assert "All runs of an experiment have the same settings" in page_of(reader)
+    page = page_of(ClassReader(clones[1:3], ["baseline"]))
+    assert "All runs of an experiment have the same settings" in page, "two runs that differ have no majority"
 
 
 @pytest.mark.promise("--numbers shows no name")

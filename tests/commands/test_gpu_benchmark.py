@@ -15,7 +15,7 @@ from gpu_check import rank_rows
 from helpers import REPOSITORY, inherited, program
 
 run = program("benchmarks/gpu/run.py")
-ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload", "resume-plain"]
+ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload"]
 ITEMS += ["micro-ceilings", "micro-losses", "micro-attention", "micro-gelu", "micro-one_row", "micro-weights"]
 ITEMS += ["before-16", "after-16", "zero1-16", "smollm2-360m-4", "ranks-one_rank"]
 
@@ -66,20 +66,3 @@ def test_the_benchmark_of_the_cpu_starts_its_children_and_prints_its_table(tmp_p
 def test_an_item_completes_only_with_exit_code_0(code, record, status):
     row = run.judge(code, "error: x: y; z\n", record)
     assert row == {"status": status} | ({} if status == "completed" else {"reason": "error: x: y; z"})
-
-
-@pytest.mark.parametrize(
-    ("codes", "losses", "weights", "reason"),
-    [
-        ([0, 75, 0], [6.0, 5.0], {"a": "1"}, None),
-        ([0, 0, 0], [6.0, 5.0], {"a": "1"}, "exit codes"),
-        ([0, 75, 0], [6.0, 5.1], {"a": "1"}, "losses"),
-        ([0, 75, 0], [6.0, 5.0], {"a": "2"}, "weights"),
-        ([0, 75, 0], [6.0, 5.0], {}, "weights"),
-    ],
-)
-def test_a_resumed_training_must_equal_the_whole_one(codes, losses, weights, reason):
-    whole, resumed = ({"eval": [{"loss": loss} for loss in each]} for each in ([6.0, 5.0], losses))
-    row = run.compare_resumed(codes, (whole, {"a": "1"}), (resumed, weights))
-    assert row["status"] == ("failed" if reason else "completed")
-    assert (reason or "") in row.get("reason", "")

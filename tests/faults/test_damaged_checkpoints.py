@@ -74,14 +74,6 @@ def test_a_completed_training_has_no_step_left(bench: Bench):
     assert "step 4 was the last one, nothing is left to train" in ended.out, ended
 
 
-@pytest.mark.promise("reliability 7")
-def test_another_training_does_not_resume_from_it(bench: Bench):
-    """tests/unit/test_checkpoints.py tests other settings that must not differ."""
-    bench.trained(*KEPT)
-    line = "output/7/checkpoint-4: is of another training: ...learning_rate was ..., is ...; ..."
-    bench.refuses(line, *KEPT, *SECOND, code=4, JOB_ID=8, LEARNING_RATE="1e-3")
-
-
 # Write a pickle that runs code when it is loaded, and list its size in the marker so that the checkpoint is complete
 EVIL = """
 import json, os, sys

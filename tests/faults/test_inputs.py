@@ -15,17 +15,10 @@ TOKENIZER = ["--from_scratch", "--tokenizer_name", "tiny-bloom"]
 # fmt: off
 REFUSED = {  # the error line, the flags, and a dictionary of files, variables and the exit code (by default 2)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
-    "a token as a flag": ("--hub_token: ...; ...", ["--hub_token", "hf_canary-0123456789"], {}),
     "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU, and this machine has none; ...", [], {"FP16": "True"}),
     "a required GPU": ("GPU: PyTorch sees none on ...; ...", [], {"REQUIRE_GPU": 1, "code": 3}),
-    "unknown config key": ("a.json: zero_optimisation: unknown key; did you mean zero_optimization?",
-                           ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),
     "truncated data": ("...a.json: ...line 1 column ...; is the file complete?",
                        ["--dataset", "a.json"], {"files": {"a.json": '{"version": "1.1", "data": [{'}}),
-    "a row of a table": ("t.csv: 1 of 1 rows cannot be used: row 2: the passage does not contain the answer 'x'; ...",
-                         ["--dataset", "t.csv"], {"files": {"t.csv": "context,question,answer\na,b,x\n"}}),
-    "data in Latin-1": ("a.json: is not UTF-8 (...); convert it to UTF-8, for example with iconv ...",
-                        ["--dataset", "a.json"], {"files": {"a.json": '{"data": "größe"}'.encode("latin1")}}),
     "data that is nested too deep": ("a.json: maximum recursion depth exceeded...; is the file complete?",
                                      ["--dataset", "a.json"], {"files": {"a.json": "[" * 10_000}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
@@ -74,8 +67,7 @@ def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, words
     files = options.get("files", {})
     for path, content in files.items():
         bench.write(path, content)
-    ended = bench.refuses(line, *words, **{name: value for name, value in options.items() if name != "files"})
-    assert "canary" not in ended.log
+    bench.refuses(line, *words, **{name: value for name, value in options.items() if name != "files"})
 
 
 def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: Bench, tmp_path):

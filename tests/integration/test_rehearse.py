@@ -6,9 +6,7 @@ Memory and traffic must match the formulas, and the collectives must match those
 import itertools
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
 from settings.settings import Settings
-from shared.errors import run_program
 
 TINY = ("--model_name", "tiny-bloom", "--max_length", 64, "--bf16", "--gradient_accumulation_steps", 2)
 GPT = ("--model_name", "custom-gpt", "--vocab_size", 512, "--hidden_size", 256, "--num_layers", 2)
@@ -58,6 +55,7 @@ SMALL = command.SMALL
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the command sets it, too
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -179,25 +177,9 @@ def test_rehearsed_collectives_match_real_trainings(strategy, tmp_path):
     assert sorted([*key, number[key], size[key]] for key in number) == sorted(counted["collectives"])
 
 
-@pytest.fixture
-def run(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
-    """Run the command in this process, and return its output and its error line."""
-
-    def run(*words: object) -> tuple[str, str]:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.setattr(sys, "argv", [command.__file__, *map(str, words)])
-        try:
-            run_program(command.main)
-        except SystemExit as ended:
-            assert ended.code == 2
-        return capsys.readouterr()
-
-    return run
-
-
-def test_the_command_shows_counts_and_formulas(run):
-    out, _ = run(*TINY, "--gpus", 8, "--nodes", 2, *FSDP, "fsdp_configs/hybrid_shard.json")
-    first, *lines = re.sub(" {2,}", "  ", out).splitlines()
+def test_the_command_shows_counts_and_formulas(main_of, capsys):
+    main_of(command, *TINY, "--gpus", 8, "--nodes", 2, *FSDP, "fsdp_configs/hybrid_shard.json")
+    first, *lines = re.sub(" {2,}", "  ", capsys.readouterr().out).splitlines()
     assert (
         first
         == "tiny-bloom: FSDP2 HYBRID_SHARD, bf16, 2 micro batch(es) of 4 x 64 tokens per rank, rank 0 of 8 on 2 node(s)"
@@ -242,7 +224,5 @@ def test_the_command_shows_counts_and_formulas(run):
         (("--gpus", 8, "--tensor_parallel", 2), "error: --tensor_parallel: 2 of 8 ranks cut the matrices"),
     ],
 )
-def test_input_errors_are_one_line(flags, message, run):
-    out, line = run(*TINY, *flags)
-    assert (out, line.count("\n")) == ("", 1)
-    assert line.removeprefix("\r").startswith(message)
+def test_input_errors_are_one_line(flags, message, main_of, refusal):
+    assert refusal(main_of, command, *TINY, *flags).startswith(message)

@@ -21,13 +21,6 @@ NODES = {"node1", "node2"}
 BAD_NAME = "x; touch pwned $(touch pwned2) `touch pwned3`"
 
 
-def commit(lab: Lab) -> str:
-    """Commit everything, and return the commit's hash."""
-    for arguments in (["add", "-A"], ["commit", "-qm", "edit"]):
-        run_command([*GIT, *arguments], cwd=lab.root)
-    return run_command([*GIT, "rev-parse", "HEAD"], cwd=lab.root).stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def one_gpu(cluster, tmp_path_factory) -> Job:
     """A job of `python` on one GPU from submit.sh --snapshot. While it waits, the repository gets broken code."""
@@ -39,7 +32,8 @@ def one_gpu(cluster, tmp_path_factory) -> Job:
         (job,) = lab.submit_sh("--snapshot", "baseline", **TRAININGS["plain"][2], **names)
         (lab.root / "scripts/train.py").write_text("raise SystemExit(99)")
         (lab.root / "scripts/run_job.py").unlink()
-        commit(lab)
+        for arguments in (["add", "-A"], ["commit", "-qm", "edit"]):
+            run_command([*GIT, *arguments], cwd=lab.root)
     finally:
         run_command([*partition, "State=UP"], env=cluster.env)
     return job.wait()

@@ -78,9 +78,6 @@ class Terminal:
     def until(self, condition) -> None:
         until(condition, RUN_TIMEOUT, lambda: self.process.poll() is not None and not condition(), self.read())
 
-    def press_ctrl_c(self) -> None:
-        os.write(self.end, b"\x03")
-
 
 def test_without_an_id_the_newest_job_of_the_queue_is_shown(running, waiting):
     assert watch(running.lab).startswith(f"job {waiting.job_id} in experiments/baseline\nPENDING (JobHeldUser)\n")
@@ -90,7 +87,7 @@ def test_without_an_id_the_newest_job_of_the_queue_is_shown(running, waiting):
 def test_ctrl_c_ends_the_view_and_not_the_job(running):
     terminal = Terminal(running.lab, running.job_id)
     terminal.until(lambda: terminal.read().count(REDRAWN) > 1)
-    terminal.press_ctrl_c()
+    os.write(terminal.end, b"\x03")  # Ctrl-C
     assert terminal.process.wait(timeout=RUN_TIMEOUT) == 0
     view = terminal.read().split(REDRAWN)[1].splitlines()
     assert view[-1].endswith(f"/experiments/watch.sh --once {running.job_id} prints all lines\x1b[J"), view

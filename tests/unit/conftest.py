@@ -1,13 +1,10 @@
 """Fixtures of the unit tests. They hide the variables, caches and GPUs of the machine, and forbid processes."""
 
 import json
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import pytest
 from config import DataArguments, ModelArguments
 
 # pytest finds these fixtures by their names
-from fixtures import clean_machine, refusal, sample  # noqa: F401
+from fixtures import clean_machine, main_of, refusal, sample  # noqa: F401
 from helpers import REPOSITORY
 from shared.units import MIB
 
@@ -59,6 +56,11 @@ def no_process(monkeypatch):
 
 
 @pytest.fixture
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture
 def local_zone(request):
     """Use the time zone that the test names, in the format of the variable TZ."""
     with pytest.MonkeyPatch.context() as patch:
@@ -94,18 +96,6 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-
-
-@pytest.fixture
-def main_of(monkeypatch) -> Callable[..., None]:
-    """Return a function that runs the `main` of a script in this process, as its command line would."""
-
-    def run(script: ModuleType, *words: object) -> None:
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, words)])
-        monkeypatch.setattr(signal, "signal", lambda *_: None)
-        script.main()
-
-    return run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""ask.py in this process, with a model that gives empty answers: typed questions and those of the command line."""
+"""ask.py with a model that gives empty answers, and the flags that evaluate.py would ignore, in this process."""
 
 import io
 import sys
@@ -7,6 +7,7 @@ import pytest
 from transformers import BloomConfig, BloomForCausalLM
 
 import ask
+import evaluate
 
 
 @pytest.fixture
@@ -36,3 +37,11 @@ def test_a_question_of_the_command_line_is_refused(words, main_of, refusal):
     assert refusal(main_of, ask, *words, "long " * 90).startswith(TOO_LONG)
     line = "error: --context: is missing, and this model answers questions about a text; "
     assert refusal(main_of, ask, *words[:2], "Who?").startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--deepspeed", "a.json"), ("--tensor_parallel", "2"), ("--lora_rank", "8")]
+)
+def test_evaluate_py_rejects_flags_that_it_would_ignore(flag, value, main_of, refusal):
+    line = f"error: {flag}: evaluation holds the whole saved model on every rank; leave it out"
+    assert refusal(main_of, evaluate, flag, value) == line

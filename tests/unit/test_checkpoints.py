@@ -145,7 +145,6 @@ def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
 # The same training
 
 TOKENS = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
-TWO_RANKS = ("--per_device_train_batch_size", "2")  # gives two ranks the default global batch of one rank
 
 
 def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:

@@ -9,13 +9,10 @@ import estimate_memory
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.communication import Ring, bytes_between_nodes, sent_bytes
 from estimate.model_shape import trace_shape
-from helpers import REPOSITORY, program
+from helpers import program
 from settings.settings import Settings
 
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 def plan(*flags: object) -> Settings:

@@ -40,8 +40,7 @@ def flag_errors(command: Command) -> Iterator[str]:
 
 
 @pytest.mark.promise("commands work as printed")
-def test_each_command_of_a_page_has_flags_that_its_script_accepts(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_each_command_of_a_page_has_flags_that_its_script_accepts(in_the_repository):
     found = [line for command in commands() for line in flag_errors(command)]
     assert not found, "\n".join(found)
 
@@ -68,8 +67,7 @@ def test_the_numbers_of_what_fits_where_have_the_order_of_the_code():
         assert list(group) == sorted(group, key=ORDER_TO_TRY.index)
 
 
-def test_the_example_of_the_estimate_is_the_output_of_its_command(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_the_example_of_the_estimate_is_the_output_of_its_command(in_the_repository):
     flags = "--model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4 --gpu_memory 32"
     printed = memory_table(parse_memory_plan(flags.split(), environment={})).splitlines()
     machine_lines = ("Python, libraries", "one node:", "for sbatch:")

@@ -41,6 +41,7 @@ def other_rank(monkeypatch, *values: object) -> None:
     monkeypatch.setattr(energy, "gather_lists", lambda own: [own, list(values)])
 
 
+@pytest.mark.promise("energy adds up over stops, and is empty with a reason where it cannot be known")
 def test_each_rank_counts_the_joules_of_its_own_gpu(gpu, monkeypatch):
     gpu.start()
     other_rank(monkeypatch, "", "GPU-0")
@@ -56,6 +57,9 @@ def test_each_rank_counts_the_joules_of_its_own_gpu(gpu, monkeypatch):
     meter.record_kwh(record)
     assert record.content["energy"]["kwh"] == round(KWH_IN_A_MINUTE + 3000 / 3.6e6 + 1.5, 6)
     assert power_limit_w() == 300
+    record.earlier_kwh = math.nan  # an earlier attempt was killed
+    meter.record_kwh(record)
+    assert record.reasons["energy.kwh"] == "an earlier attempt ended before it recorded its energy"
 
 
 UNKNOWN = {

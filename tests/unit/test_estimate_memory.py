@@ -126,8 +126,7 @@ def test_a_tensor_group_shards_embedding_and_head_but_not_logits():
         (("--deepspeed", "ds_configs/ds_zero3_offload.json"), (0, 0, 0)),
     ],
 )
-def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
-    monkeypatch.chdir(REPOSITORY)
+def test_bytes_per_parameter_on_four_gpus(in_the_repository, flags, expected):
     held = estimate_parts(plan(*flags, "--gpus", 4))
     assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(expected)
 
@@ -140,8 +139,7 @@ def test_with_checkpointing_the_chunked_loss_needs_autocasts_copies_of_all_weigh
     assert copies < estimated(*small)["activations"] + estimated(*small)["head"]
 
 
-def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_parts_that_exist_at_different_moments_are_not_added(in_the_repository):
     zero2 = ("--deepspeed", "ds_configs/zero2.json", "--gpus", 2)
     parts = estimate_parts(plan(*zero2))
     on_gpu, _ = sums_by_interval(parts)
@@ -167,8 +165,7 @@ def test_the_chunked_loss_holds_one_chunk_and_the_gradient_of_the_head():
     assert [full[part] for part in state] == [chunked[part] for part in state]
 
 
-def test_the_memory_of_a_node_counts_loading_and_python(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_the_memory_of_a_node_counts_loading_and_python(in_the_repository):
     settings = plan("--deepspeed", "ds_configs/zero3.json", "--gpus", 4)
     on_node = totals(estimate_parts(settings), 4)[1]
     python = next(part.cpu for part in estimate_parts(settings) if part.name == "Python, libraries")
@@ -184,9 +181,8 @@ def pinned_unused(*flags: str) -> float:
     return parts.get("pinned, unused", 0) / GIB
 
 
-def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(in_the_repository):
     """The 2.08 GiB of bloom-560m in fp32 take 4 GiB, and its 1.04 GiB in fp16 take 2 GiB."""
-    monkeypatch.chdir(REPOSITORY)
     assert [power_of_two(size) for size in (1, 2, 3, 4.1)] == [1, 2, 4, 8]
     assert pinned_unused("--deepspeed", "ds_configs/zero2.json") == 0
     assert pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload.json") == 0

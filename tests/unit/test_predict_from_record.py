@@ -8,15 +8,11 @@ import pytest
 from estimate.command_line import parse_memory_plan
 from estimate.memory import estimate_parts, totals
 from estimate.predict_from_record import predicted_memory
-from helpers import REPOSITORY
 from model import load_config
 from settings.settings import Settings
 from shared.units import MIB
 
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 def settings_and_record(*flags: str) -> tuple[Settings, dict]:

@@ -151,9 +151,14 @@ def test_long_job_ids_are_short_in_tables(tmp_path):
     assert all(f"\n{job_id} demo/" in page.text for job_id in (first, second, third))
 
 
-def test_measured_and_predicted_numbers_are_columns(tmp_path, monkeypatch):
-    predicted = SimpleNamespace(gpu_mib=None, node_mib=9, parameters=10.0, gradients=5.0, optimizer_state=14.0)
-    monkeypatch.setattr("reporting.metrics.predict_memory", lambda record: predicted)
+@pytest.fixture
+def predicted(monkeypatch):
+    """Predict the same memory for each run that has a config of its model."""
+    memory = SimpleNamespace(gpu_mib=None, node_mib=9, parameters=10.0, gradients=5.0, optimizer_state=14.0)
+    monkeypatch.setattr("reporting.metrics.predict_memory", lambda record: memory)
+
+
+def test_measured_and_predicted_numbers_are_columns(tmp_path, predicted):
     for job, method in enumerate(("plain", "ddp"), 1):
         add_run(tmp_path, f"demo/{method}", str(job), held=[held(10 * job, 5, 14)], configs={"model": {}})
     shown = write_page(tmp_path).section("demo")
@@ -338,10 +343,8 @@ def held(*mib: float | None) -> dict:
     return {part: size and int(size * MIB) for part, size in zip(parts, mib, strict=True)}
 
 
-def test_stacked_bars_show_what_a_rank_held_and_the_prediction(tmp_path, monkeypatch):
+def test_stacked_bars_show_what_a_rank_held_and_the_prediction(tmp_path, predicted):
     """The rank that holds most counts. A run without one of the parts is left out, and named."""
-    predicted = SimpleNamespace(gpu_mib=None, node_mib=9, parameters=10.0, gradients=5.0, optimizer_state=14.0)
-    monkeypatch.setattr("reporting.metrics.predict_memory", lambda record: predicted)
     add_run(tmp_path, "deepspeed-single-gpu/zero_0", "1", held=[held(10, 10, 20)])
     add_run(tmp_path, STAGE, "2", held=[held(10, 5, 14), held(9, 5, 15)], configs={"model": {}})
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "3", held=[held(10, None, 20)])

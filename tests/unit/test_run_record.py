@@ -109,6 +109,7 @@ def test_an_earlier_attempt_changes_nothing_of_a_later_one(monkeypatch):
         runs.append(RunRecord("7", "output/7"))
         runs[-1].start(0)
     first, second = runs
+    assert math.isnan(second.earlier_kwh), "the first attempt has recorded no energy"
     before = second.path.read_bytes()
     first.update(f1=1.0)
     first.close_as_hung(WorkshopError("hang", "no progress of rank 1", "look at it", 3))

@@ -26,10 +26,6 @@ TALK = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A
 WORDS = ["the", "node", "sends", "a", "message", "to", "all", "other", "ranks", "of", "its", "group", "and", "waits"]
 
 
-def rows_of(number: int) -> list[dict]:
-    return [{"prompt": f"Question {i}?", "completion": f" {WORDS[i % len(WORDS)]}"} for i in range(number)]
-
-
 # 1. Which kind
 
 KINDS = {
@@ -151,7 +147,7 @@ def test_a_folder_and_a_list_are_all_their_files_in_order(written, refusal, tiny
 
 def test_the_hub_has_all_kinds_and_rows_are_held_out_without_a_validation_split(monkeypatch, tiny_tokenizer):
     monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
-    pairs = Dataset.from_list(rows_of(10))
+    pairs = Dataset.from_list([{"prompt": f"Question {i}?", "completion": " word"} for i in range(10)])
     splits = DatasetDict(train=pairs)
     monkeypatch.setattr(data_loader, "load_dataset", lambda name: splits)
 
