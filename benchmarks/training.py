@@ -25,7 +25,6 @@ TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss
 
 `--equal` compares the full with the chunked loss in fp32 instead: the losses of 20 steps, and the gradients of a batch.
 `--overheads` times the start-up of the commands, and psrecord's share of a core.
-docs/knobs.md shows TRL, transformers and --equal.
 """
 
 import argparse
