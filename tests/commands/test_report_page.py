@@ -38,9 +38,9 @@ addEventListener("load", () => {
     dead: links.filter((href) => !href.startsWith("#") || !document.getElementById(href.slice(1))),
   };
   probe.firstNumber = document.querySelector("td.number").getBoundingClientRect().bottom;
-  const run = document.getElementById("job-102");
+  const run = document.querySelector("[id^=job-102-]");
   probe.foldedRun = run.checkVisibility({contentVisibilityAuto: true});
-  location.hash = "job-102";
+  location.hash = run.id;
   probe.openedRun = run.checkVisibility({contentVisibilityAuto: true}) && run.getBoundingClientRect().height > 50;
   document.querySelectorAll("details").forEach((each) => { each.open = true });
   probe.tables = [...document.querySelectorAll("table")].map(isSeen);

@@ -173,13 +173,13 @@ def test_each_number_leads_to_its_run(tmp_path):
     add_run(tmp_path, "fsdp-baseline", "7")
     page = write_page(tmp_path)
     stage = page.html.partition('<th scope="row">Stage 1<')[2].partition("</tr>")[0]
-    link = '<a href="#job-20-1">20</a>'
+    link = '<a href="#job-20-3">20</a>'
     job, status = f'data-label="Job">{link}</td>', 'data-label="Status"><span>completed</span></td>'
     assert (job in stage, status in stage) == (True, True)
-    assert len(re.findall(r'<a href="#job-20-1" tabindex="-1">[\d.,]+</a>', stage)) > 2
+    assert len(re.findall(r'<a href="#job-20-3" tabindex="-1">[\d.,]+</a>', stage)) > 2
     assert "the newer job 21 is not shown" in page.text
     targets = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    assert {"job-7-3", "job-7-4"} <= targets
+    assert {"job-7-1", "job-7-2"} <= targets
     assert {link["href"].removeprefix("#") for link in page.find("a")} <= targets
 
 
@@ -192,7 +192,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
     }
     folder = add_run(tmp_path, STAGE, "7", gpu=None, output_dir="output/7", **changes)
     write(folder / "log" / "zero_1_7.out", "")
-    facts = write_page(tmp_path).section("job-7")
+    facts = write_page(tmp_path).section("job-7-1")
     for fact in (
         "Job 7 Status completed",
         f"Problems {folder}/gpu_memory: no log of job 7",
