@@ -29,7 +29,9 @@ def gpu_health(index: int) -> tuple[str, ...]:
         gpu = find_gpu(index)
     except pynvml.NVMLError as error:
         return "ok", f"health not checked: {error}"
-    reasons = read(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)  # bits; drivers before 535 have none
+    reasons = read(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)
+    if reasons is None:  # drivers before 535 know only the old name
+        reasons = read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
     faults = [fault for bit, fault in FAULTS.items() if bit & (reasons or 0)]
     uncorrected, corrected = ecc_errors(gpu, "UNCORRECTED"), ecc_errors(gpu, "CORRECTED")
     findings = [f"throttled: {', '.join(faults)}" if faults else "not throttled"]

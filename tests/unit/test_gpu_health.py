@@ -11,7 +11,7 @@ from checks.gpu_health import gpu_health
 
 NVIDIA = "00000000-1111-2222-3333-444444444444"  # torch shows a UUID without the prefix GPU-
 GetClock, GetEcc = "nvmlDeviceGetClockInfo", "nvmlDeviceGetTotalEccErrors"
-Throttling = "nvmlDeviceGetCurrentClocksEventReasons"
+Throttling, OldThrottling = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
 V100 = {
     "nvmlDeviceGetHandleByUUID": f"GPU-{NVIDIA}",
     Throttling: 0x1,  # idle
@@ -81,6 +81,12 @@ def test_state_and_findings_of_a_gpu(nvml, changes, state, found):
     seen, text, *remedy = gpu_health(0)
     assert (seen, text[: len(found)]) == (state, found)
     assert remedy == {"ok": [], "warn": [SLOW], "fail": [CRASH]}[state]
+
+
+def test_an_older_driver_knows_only_the_old_name_for_throttling(nvml):
+    nvml(**{Throttling: None, OldThrottling: 0x40})
+    state, text, _ = gpu_health(0)
+    assert state == "warn" and text.startswith("throttled: too hot (slowed down by the hardware), ")
 
 
 def test_without_nvidias_driver_the_health_is_not_checked(monkeypatch):
