@@ -180,7 +180,8 @@ def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tup
     """Read a CSV or TSV file. Row 1 has the names of the columns.
 
     A cell between quotes can contain line ends. A row whose quote is not closed is listed, and reading continues with
-    the next line.
+    the next line. If other rows have several lines, this might be a part of the row, which could pass for another row.
+    So such a file is refused.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # Programs for the Macintosh end a row with a carriage return, and may have line feeds in cells
@@ -194,16 +195,22 @@ def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tup
     names: list[str] = []
     task, chosen = PASSAGE, SQUAD
     rows = []
-    number = 0
+    number = longest = torn = 0
     while first < len(lines):
         number += 1
         cells, count = next_row(lines, first, delimiter)
+        longest = max(longest, count)
+        if isinstance(cells, RowError):
+            torn = number
         if not names and isinstance(cells, list) and any(cells):
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             task, chosen = choose_task(path, names, columns, free, {})
         elif names:
             rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
+    if torn and longest > 1:
+        what = f"row {torn}: a quotation mark is not closed, or is inside a cell. Others have several lines, so it is not"
+        raise WorkshopError(path, f"{what} certain where the next row begins", "correct this row")
     return task, chosen, names, rows
 
 
