@@ -638,8 +638,8 @@ def compare_shapes(name: str, found: torch.Tensor, right: torch.Tensor) -> None:
 def check_merge(exercise: ModuleType, rank: int) -> None:
     torch.manual_seed(0)
     # The scores of each row have two parts, which begin at these numbers. exp(1000) is infinite
-    begins = torch.tensor([[0.0, 1.0], [0.0, 1000.0], [1000.0, 0.0], [-1000.0, -999.0]], dtype=torch.float64)
-    scores, values = begins.repeat_interleave(3, dim=1) + torch.randn(4, 6), torch.randn(6, 2, dtype=torch.float64)
+    begins = torch.tensor([[0, 1], [1, 0], [0, 1000], [1000, 0], [-1000, -999]], dtype=torch.float64)
+    scores, values = begins.repeat_interleave(3, dim=1) + torch.randn(5, 6), torch.randn(6, 2, dtype=torch.float64)
     first = exercise.attend(scores[:, :3], values[:3])
     second = exercise.attend(scores[:, 3:], values[3:])
     merged = exercise.merge(first, second)
@@ -653,7 +653,7 @@ def check_merge(exercise: ModuleType, rank: int) -> None:
     )
     right = torch.isclose(merged.output / merged.total, complete).all(dim=1)
     right &= torch.isclose(merged.maximum + merged.total.log(), scores.logsumexp(-1, keepdim=True))[:, 0]
-    assert right.all(), explain_merge(merged, first, second, small_is_right=right[0])
+    assert right.all(), explain_merge(merged, first, second, small_is_right=right[:2].all())
     found, expected = exercise.log_sum_exp(second), scores[:, 3:].logsumexp(-1, keepdim=True)
     compare_shapes("the result of log_sum_exp()", found, expected)
     assert not torch.allclose(found, second.total.log()), (
@@ -667,7 +667,7 @@ def check_merge(exercise: ModuleType, rank: int) -> None:
     assert torch.allclose(found, expected), f"log_sum_exp() returns {found.flatten()} instead of {expected.flatten()}"
 
 
-def explain_merge(merged: tuple, first: tuple, second: tuple, *, small_is_right: bool) -> str:
+def explain_merge(merged: tuple, first: tuple, second: tuple, *, small_is_right: torch.Tensor) -> str:
     remedy = "multiply total and output of each part by exp(its maximum - new maximum)"
     for name, part in (("first", first), ("second", second)):
         if torch.equal(merged.maximum, part.maximum):

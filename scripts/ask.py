@@ -42,9 +42,8 @@ def main() -> None:
     parser.add_argument("--context", help="file with the text that contains the answer; passages need it")
     parser.add_argument("--max_length", "--max-length", default=DEFAULTS["max_length"], help="as in the training")
     arguments = parser.parse_args()
-    context = ""
-    if path := arguments.context:
-        context = decode(path, read_bytes(path, READABLE)).strip()
+    path = arguments.context
+    context = decode(path, read_bytes(path, READABLE)).strip() if path else ""
     flags = ["--model_name", arguments.model_name, "--max_length", str(arguments.max_length)]
     settings = parse_command_line(__doc__, flags)
     tokenizer = load_tokenizer(settings.model, settings.data)

@@ -309,7 +309,9 @@ def save_model(
     if model_args.lora_rank:
         model: Any = trainer.model
         weights = trainer.accelerator.get_state_dict(trainer.deepspeed or model)
-        if writes and not has_random_weights(model_args.model_name, model_args.from_scratch):
+        if writes and has_random_weights(model_args.model_name, model_args.from_scratch):
+            print("no adapters are saved, because their base started with random weights", flush=True)
+        elif writes:
             folder = Path(output_dir, ADAPTER_FOLDER)
             save_adapters(weights, folder, base=model_args.model_name)
             share_weights(folder, ADAPTER_CONFIG)

@@ -200,8 +200,7 @@ def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tup
         number += 1
         cells, count = next_row(lines, first, delimiter)
         longest = max(longest, count)
-        if isinstance(cells, RowError):
-            torn = number
+        torn = number if isinstance(cells, RowError) else torn
         if not names and isinstance(cells, list) and any(cells):
             names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             task, chosen = choose_task(path, names, columns, free, {})
@@ -209,8 +208,8 @@ def read_delimited(path: str, text: str, columns: str | None, free: bool) -> tup
             rows.append(Row(f"row {number}", name_cells(cells, names, delimiter)))
         first += count
     if torn and longest > 1:
-        what = f"row {torn}: a quotation mark is not closed, or is inside a cell. Others have several lines, so it is not"
-        raise WorkshopError(path, f"{what} certain where the next row begins", "correct this row")
+        what = f"row {torn}: a quotation mark is not closed, so it is not certain where the next row begins"
+        raise WorkshopError(path, what, "correct this row, or another one near it")
     return task, chosen, names, rows
 
 

@@ -116,9 +116,8 @@ def gathered_elements(shape: Shape, zero: dict) -> float:
     blocks = sum(shape.block_sizes)
     # Between the two uses of a layer, both passes use all layers that come after it
     gathered = psi + max(0, shape.used_in_backward_pass - distance / 2)
-    tied = not shape.embedding
-    if tied and blocks > distance and (shape.recomputes or not shape.frozen):
-        # The embedding is also the head, so it is gathered at the beginning, in the middle and at the end
+    if not shape.embedding and blocks > distance and (shape.recomputes or not shape.frozen):
+        # The embedding is also the head, so it is gathered at the beginning, in the middle and at the end of the passes
         gathered += psi - blocks
     if shape.recomputes:
         # DeepSpeed frees the frozen weights of a block when it has computed the block again. For the gradients it

@@ -124,7 +124,7 @@ def identifier(cells: dict[str, Any], place: str) -> str:
 def read_text(cells: dict[str, Any], column: str) -> str:
     value = cells.get(column)
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise RowError(f"{column} is empty")
+        raise RowError(f"{column} is {'empty' if column in cells else 'missing'}")
     if not isinstance(value, str):
         raise RowError(f"{column} is not a text: {value!r:.40}")
     return value

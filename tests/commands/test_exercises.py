@@ -245,6 +245,9 @@ WRONG_RING = {
     "merge without rescaling": (
         SCALED, SCALED.replace(" * scales[0]", "").replace(" * scales[1]", ""), "gap 1",
         r"merge\(\) adds total and output without rescaling, .* multiply total and output of each part by exp\(its .*"),
+    "merge without rescaling the second part": (
+        SCALED, SCALED.replace(" * scales[1]", ""), "gap 1",
+        r"the softmax of both parts together is wrong; multiply total and output of each part by exp\(its .*"),
     "maximum of one part": (
         "torch.maximum(first.maximum, second.maximum)", "first.maximum", "gap 1",
         r"the new maximum is that of the first part only. .*; use torch.maximum\(\)"),
@@ -264,7 +267,7 @@ WRONG_RING = {
         r"log_sum_exp\(\) is right for small scores, but exp\(\) of a score of 1,000 is infinite; .*"),
     "log-sum-exp of another shape": (
         "partial.maximum + partial.total.log()", "(partial.maximum + partial.total.log()).squeeze(-1)", "gap 1",
-        r"the result of log_sum_exp\(\) has the shape \(4,\) instead of \(4, 1\)"),
+        r"the result of log_sum_exp\(\) has the shape \(5,\) instead of \(5, 1\)"),
     "blocks from the wrong side": (
         "(rank - turn) % world", "(rank + turn) % world", "gap 2",
         r"owner_of_block\(turn=1, rank=\d, world=3\) returns \d instead of \d; .*: subtract the turns"),

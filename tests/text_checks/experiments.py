@@ -68,7 +68,8 @@ def index() -> Iterator[str]:
     taught = [family for group in agendas for entry in group.values() for family in entry.get("teaches", [])]
     for folder in map(experiment_folder, EXPERIMENT_SCRIPTS):
         if folder not in rows:
-            yield f"experiments/README.md: has no row for {folder}; name its family in a block, and run make pages"
+            remedy = "run make pages; if the row is still missing, name its family in a block"
+            yield f"experiments/README.md: has no row for {folder}; {remedy}"
         elif not rows[folder].endswith(".") or [*rows.values()].count(rows[folder]) > 1:
             remedy = "begin its script's comment with a line of its own that ends with a full stop"
             yield f"experiments/README.md: describes {folder} by `{rows[folder]}`; {remedy}"

@@ -46,4 +46,5 @@ def findings() -> Iterator[str]:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         cycle = " <- ".join(error.args[1])
-        yield f"scripts/: modules import each other: {cycle}; move the shared code into a separate module"
+        remedy = "import from the module that has the name, or move shared code into one of its own"
+        yield f"scripts/: modules import each other: {cycle}; {remedy}"

@@ -224,7 +224,8 @@ def test_files_that_the_pages_compare_differ_in_one_setting(left, right, allowed
 def test_fsdp_files_differ_from_full_shard_in_one_setting(path):
     base, other = (json.loads(p.read_text()) for p in (REPOSITORY / "fsdp_configs" / "full_shard.json", path))
     different = {key for key in base | other if base.get(key) != other.get(key)}
-    assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
+    message = f"differs from full_shard.json in {different}; a file shows the effect of one setting"
+    assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}, message
 
 
 def with_fsdp_file(path: object, ranks: int = 4, ranks_per_node: int = 1) -> Settings:

@@ -74,7 +74,8 @@ FAULTS = {
     "context is empty": [ROW | {"context": ""}, ROW | {"context": None}, ROW | {"context": " \n"}],
     "context is not a text: 3": [ROW | {"context": 3}],
     "context is not a text: ['": [ROW | {"context": [CONTEXT]}],
-    "question is empty": [ROW | {"question": " "}, {"context": CONTEXT, "answer": "eight"}],
+    "question is empty": [ROW | {"question": " "}],
+    "question is missing": [{"context": CONTEXT, "answer": "eight"}],
     "question is not a text: {": [ROW | {"question": {"text": "How many?"}}],
     "the answer is empty (if": [ROW | {"answer": ""}, ROW | {"answer": None}, ROW | {"answer": "  "}],
     "the passage does not contain the answer 'nine'": [ROW | {"answer": "nine"}, ROW | {"answer": ["eight", "nine"]}],
@@ -153,7 +154,7 @@ def test_a_torn_row_among_rows_of_several_lines_is_refused(written, refusal):
     torn = f'"First line\n{CONTEXT},"How many?","eight"\n'
     path = written(f'{NAMES}{torn}"{CONTEXT}\nMore.","How many?","eight"\n', "t.csv")
     line = refusal(lambda: read_file(path, skip=True))
-    assert line.startswith(f"error: {path}: row 2: a quotation mark is not closed, or is inside a cell. Others have")
+    assert line.startswith(f"error: {path}: row 2: a quotation mark is not closed, so it is")
 
 
 def test_a_passage_of_several_lines_stays_whole(written):
