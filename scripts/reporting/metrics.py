@@ -208,7 +208,7 @@ METRICS = {
     "steady_samples_per_second": Metric("Steps alone, samples/s", recorded("train.steady_samples_per_second")),
     "tokens_per_second": Metric("Real tokens/s", recorded("train.steady_tokens_per_second")),
     "padding": Metric(
-        "Padding (%)",  # of all tokens that the model processed
+        "Padding (%)",  # The model processes real tokens and padding
         combined(
             lambda real, padded: 100 * padded / (real + padded),
             recorded("train.real_tokens"),
