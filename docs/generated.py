@@ -75,9 +75,9 @@ def title(page: str) -> tuple[str, str]:
 
 @cache
 def minutes(page: str) -> int:
-    """Return the time of a page: that of its commands and exercise, and that of its words, in steps of 5 minutes."""
+    """Return the time of a page: that of its commands and exercises, and that of its words, in steps of 5 minutes."""
     text = page_text(page)
-    stated = re.search(r"^\| Commands and exercise \| (\d+) min", text, re.MULTILINE)
+    stated = re.search(r"^\| Hands-on \| (\d+) min", text, re.MULTILINE)
     reading = len(BLOCK.sub("", text).split()) / WORDS_PER_MINUTE
     return 5 * math.ceil(((int(stated[1]) if stated else 0) + reading) / 5)
 

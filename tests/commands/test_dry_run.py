@@ -70,19 +70,19 @@ def test_estimate_at_a_site_without_gpus_describes_the_cpu_run(workshop):
 @pytest.mark.promise("commands work as printed", "each experiment sets its own knobs, also in a copy")
 @pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
 def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_path, family, monkeypatch):
-    """The site sets no knobs, so the experiments keep their sizes. The estimates run in this process."""
-    (workshop / "experiments/sites/bare.sh").write_text("site_setup() { :; }\n")
+    """The site file, of version 2.0.0, sets no knobs, so the experiments keep their sizes. The estimates run here."""
+    shutil.copy(REPOSITORY / "tests/data/runs_of_2.0.0/mycluster.sh", workshop / "experiments/sites")
     (tmp_path / "note.py").write_text(NOTE)
     program(tmp_path / "bin", "python", f"exec '{sys.executable}' '{tmp_path}/note.py' \"$@\"")
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     before = files(workshop)
     for script in (workshop / "experiments" / family).rglob("*.slurm"):
         noted = tmp_path / "noted.json"
-        done = dry_run(script.parent, PATH=path, SITE="bare", NOTED=noted)
+        done = dry_run(script.parent, PATH=path, SITE="mycluster", NOTED=noted)
         assert (done.returncode, done.stderr) == (0, ""), done
         text = script.read_text()
         experiment = script.parent.relative_to(workshop)
-        assert f"{experiment}: site bare, " in done.stdout
+        assert f"{experiment}: site mycluster, " in done.stdout
         if "/train.py" not in text:
             continue
         words, variables = json.loads(noted.read_text())

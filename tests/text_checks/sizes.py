@@ -41,6 +41,6 @@ def findings() -> Iterator[str]:
         number = words("".join(re.findall(r"^>(.*\n)", TEXTS[page], re.MULTILINE)))
         if number > BOX:
             yield f"{relative_name(page)}: its box has {number} words, the limit is {BOX}; cut"
-        if not re.search(r"^\| Commands and exercise \| \d*[05] min, without reading \|$", TEXTS[page], re.MULTILINE):
-            row = "| Commands and exercise | 20 min, without reading |"
+        if not re.search(r"^\| Hands-on \| \d*[05] min, without reading \|$", TEXTS[page], re.MULTILINE):
+            row = "| Hands-on | 20 min, without reading |"
             yield f"{relative_name(page)}: its head does not say how long its commands and exercise take; write {row}"
