@@ -6,7 +6,7 @@
 # An afternoon needs only the decisions 1 to 6.
 
 # --- 1 to 3. Slurm: submit.sh sets these variables, which sbatch reads. Before a bare sbatch, source this file.
-export SBATCH_ACCOUNT="${SBATCH_ACCOUNT:-abc123}"     # sacctmgr show associations user=$USER format=account
+export SBATCH_ACCOUNT="${SBATCH_ACCOUNT:-abc123}"  # sacctmgr show associations user=$USER format=account
 export SBATCH_PARTITION="${SBATCH_PARTITION:-gpu}" # sinfo -s
 # export SBATCH_TIMELIMIT="${SBATCH_TIMELIMIT:-00:20:00}" # the scripts ask for an hour; a reservation may end earlier
 
