@@ -146,7 +146,9 @@ def remove_unusable(rows: Dataset, name: str, data_args: DataArguments) -> tuple
 def cut_into_pieces(examples: Examples, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
     """Return the pieces of documents, as rows of tokens."""
     rows = tokenise(examples.rows, tokenizer, data_args)
-    return rows.select(choose_part(range(len(rows)), examples.pieces, data_args.dataset, "piece"))
+    return rows.select(
+        choose_part(range(len(rows)), examples.pieces, data_args.dataset, f"{data_args.max_length}-token piece")
+    )
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:

@@ -125,7 +125,7 @@ def is_folder(flag: str, name: str) -> bool:
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
     has_model = (Path(name) / "config.json").exists()
     if not has_model and any(Path(name, place, ADAPTER_CONFIG).exists() for place in (".", ADAPTER_FOLDER)):
-        remedy = "add them to their base with PEFT's merge_and_unload, or train with SAVE_MERGED=True"
+        remedy = "add them to their base with PEFT's merge_and_unload, or give the merged model (SAVE_MERGED=True)"
         raise WorkshopError(flag, f"{name} has no model, only adapters in PEFT's format", remedy)
     checkpoints = sorted(path.name for path in Path(name).glob("checkpoint-*"))
     if checkpoints and not has_model:

@@ -30,7 +30,7 @@ FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks
 HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
 TEXT_WIDTH = 60  # characters of a legend
-NOTE_WIDTH = 44  # characters of a note below an axis, which may have long names to its left
+NOTE_WIDTH = 36  # characters of a note below an axis, which may have long names to its left
 BAR_NAME_WIDTH = 26  # characters of a line; the name of a bar has at most three lines
 MANY_BARS = 6  # a figure with more bars is higher
 PRINTED = ".4g"  # format of a loss in the log
@@ -261,7 +261,7 @@ def draw_held(table: Table) -> Figure | None:
     if marks := [(sum(parts), place) for parts, place in predictions if parts]:
         style = {"color": "#d62728", "ls": "none", "marker": "|", "ms": 20, "mew": 2.5}
         handles += axis.plot(*zip(*marks, strict=True), label="predicted sum", **style)
-    partial = [row.label for row, parts in zip(completed, sizes, strict=True) if not parts]
+    partial = [legend_name(row) for row, parts in zip(completed, sizes, strict=True) if not parts]
     note = f"Left out, a part was not measured: {', '.join(partial)}." if partial else ""
     axis.set_xlabel(below("model state that a rank held (MiB)", note))
     name_bars(axis, rows)

@@ -87,11 +87,15 @@ class ReportedRun:
 
     @property
     def method(self) -> str:
-        """The strategy, the parts that are offloaded, and the number of ranks, such as "ZeRO-2, 2 ranks"."""
-        knobs = self.record.knobs.items()
-        offloaded = [name for name, knob in knobs if name.endswith("offload") and knob.effective in ("cpu", True)]
+        """The strategy, its offloaded parts, LoRA and the number of ranks, such as "ZeRO-2, LoRA 8, 2 ranks"."""
+        offloaded = [
+            name
+            for name, knob in self.record.knobs.items()
+            if name.endswith("offload") and knob.effective in ("cpu", True)
+        ]
         ranks = "1 rank" if self.record.world_size == 1 else f"{self.record.world_size} ranks"
-        return ", ".join([self.strategy.removeprefix("DeepSpeed "), *offloaded, ranks])
+        lora = [f"LoRA {rank}"] if (rank := getattr(self.record.settings, "lora_rank", 0)) else []
+        return ", ".join([self.strategy.removeprefix("DeepSpeed "), *offloaded, *lora, ranks])
 
     @property
     def has_record(self) -> bool:

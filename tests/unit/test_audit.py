@@ -125,7 +125,7 @@ def test_a_base_that_is_not_frozen_in_the_precision_of_the_computation_ends_the_
     assert line.startswith("error: knob audit: frozen weights: fp32 was requested, bf16 is what would run;")
 
 
-@pytest.mark.parametrize("flag", [*BY_FLAG, "lion_32bit"])
+@pytest.mark.parametrize("flag", [*BY_FLAG, "unknown"])
 def test_another_optimizer_ends_the_run_unless_the_workshop_does_not_know_it(flag, settings, refusal):
     trainer = plain_trainer()
     settings = replace(settings, trainer=replace(settings.trainer, optim=flag))

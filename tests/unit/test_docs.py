@@ -63,8 +63,10 @@ def test_the_numbers_of_what_fits_where_have_the_order_of_the_code():
     numbers = read_json(compute.NUMBERS, "run compute.py")
     assert numbers["order_to_try"] == list(ORDER_TO_TRY)
     assert numbers["methods"] == compute.methods() and numbers["groups"] == compute.GROUPS
-    for group in numbers["groups"].values():
+    configs = [path.stem for path in REPOSITORY.glob("*_configs/*.json")]
+    for group in [configs, *numbers["groups"].values()]:
         assert {*group} <= {*ORDER_TO_TRY}, "add the config to ORDER_TO_TRY of scripts/estimate/compare.py"
+    for group in numbers["groups"].values():
         assert list(group) == sorted(group, key=ORDER_TO_TRY.index)
 
 

@@ -129,7 +129,7 @@ def test_a_folder_and_a_list_are_all_their_files_in_order(written, refusal, tiny
     written("A text.", "data/c.txt")
     short = DataArguments(dataset="data/c.txt", table_columns="text", max_length=64)
     line = refusal(load_data, short, tiny_tokenizer, training())
-    assert line.startswith("error: data/c.txt: has only 1 different pieces, and every fifth one is held out")
+    assert line.startswith("error: data/c.txt: has only 1 different 64-token pieces, and every fifth one is held out")
     assert "TABLE_COLUMNS has no effect on data/c.txt, which is not a table\n" in capsys.readouterr().out
     other = DataArguments(dataset="data/b.jsonl", eval_dataset="data/c.txt", max_length=64)
     line = refusal(load_data, other, tiny_tokenizer, training())
