@@ -1,9 +1,10 @@
-"""Tests of the sum that compares copies of a weight."""
+"""Tests of the weights before they are saved: that they are finite, and the sum that compares their copies."""
 
 import pytest
 import torch
 
-from guard.silent_faults import sum_of_bits
+from guard import silent_faults
+from guard.silent_faults import check_weights, sum_of_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -19,3 +20,14 @@ def test_the_sum_of_bits_changes_with_a_bit_and_not_with_the_place_in_memory(dty
             changed[-1] ^= 1  # the lowest bit of the last octet
             assert int(sum_of_bits(changed.view(dtype))) != expected
     assert int(sum_of_bits(torch.ones(4, 3, dtype=dtype).T)) == int(sum_of_bits(torch.ones(12, dtype=dtype)))
+
+
+def test_one_number_on_any_rank_that_is_not_finite_keeps_the_weights_from_being_saved(refusal, monkeypatch):
+    """The last number of the last weight counts, and a rank with finite weights hears of those of another rank."""
+    model = torch.nn.Linear(2, 2)
+    check_weights(model, 4)
+    model.bias.data[-1] = torch.nan
+    line = refusal(check_weights, model, 4, code=1)
+    assert line.startswith("error: weights: are not finite after step 4, ")
+    monkeypatch.setattr(silent_faults, "max_over_ranks", lambda own: 1)
+    assert refusal(check_weights, torch.nn.Linear(2, 2), 4, code=1) == line
