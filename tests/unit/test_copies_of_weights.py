@@ -1,9 +1,12 @@
 """Tests of the weights before they are saved: that they are finite, and the sum that compares their copies."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from guard import silent_faults
+from guard.run_frame import Run
 from guard.silent_faults import check_weights, sum_of_bits
 
 
@@ -31,3 +34,13 @@ def test_one_number_on_any_rank_that_is_not_finite_keeps_the_weights_from_being_
     assert line.startswith("error: weights: are not finite after step 4, ")
     monkeypatch.setattr(silent_faults, "max_over_ranks", lambda own: 1)
     assert refusal(check_weights, torch.nn.Linear(2, 2), 4, code=1) == line
+
+
+def test_weights_are_checked_at_the_end_of_a_training_without_checkpoints(refusal):
+    """With tensor parallelism there is none, and the model is saved all the same."""
+    stop = SimpleNamespace(save_and_exit_if_asked=lambda *_: None)
+    record, args = SimpleNamespace(content={"callbacks": {}}), SimpleNamespace(report_to=[])
+    trainer = SimpleNamespace(model=torch.nn.Linear(2, 2), state=SimpleNamespace(global_step=4))
+    trainer.model.bias.data[-1] = torch.nan
+    run = SimpleNamespace(args=args, job_id="7", record=record, stop=stop, energy=None)
+    assert "are not finite after step 4, " in refusal(Run.end_training, run, trainer, code=1)
