@@ -56,6 +56,22 @@ def test_the_loop_obeys_flags_that_change_the_losses(train):
     assert losses("eval_loss", loop) == pytest.approx(run.losses, abs=TOLERANCE, rel=0), loop
 
 
+SHOW_SEED = f"""
+import sys
+sys.path.insert(0, {str(LOOP.parent)!r})
+import loop
+import torch
+loop.main()
+print("seed", torch.initial_seed())
+"""
+
+
+def test_each_rank_of_the_loop_draws_its_own_random_numbers(bench, train):
+    """With the same numbers, all ranks would have the same dropout masks. The models of the losses have no dropout."""
+    run = train("loop_seeds", "--max_steps", "1", script=bench.write("loop_seeds.py", SHOW_SEED), ranks=2, EVAL_SIZE=2)
+    assert {*re.findall(r"^seed (\d+)$", run.out, re.MULTILINE)} == {"42", "43"}, run
+
+
 UNSUPPORTED = "loop.py does not support the value ...; leave it out, or use train.py"
 
 
