@@ -62,7 +62,11 @@ def test_a_key_that_others_can_read_is_not_used(job, workshop, mode):
     assert calls == []
 
 
-STOPPED = {"lines": "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$", "WANDB_ONLINE": 1}
+STOPPED = {
+    "lines": "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$",
+    "WANDB_ONLINE": 1,
+    "CONTAINER": "env INSIDE=1",
+}
 
 
 @pytest.mark.parametrize(("how", "said"), [({}, 0), (STOPPED, 1)], ids=["not enabled by the site", "stopped"])
@@ -70,3 +74,4 @@ def test_a_job_uploads_nothing(job, how, said):
     printed, _, calls = job(**how)
     assert calls == []
     assert printed.count("not uploaded to Weights & Biases; to upload later") == printed.count("Weights & Bi") == said
+    assert printed.count("run in this folder: env INSIDE=1 python ") == said

@@ -21,15 +21,30 @@ WRAPPERS = {
 TOLERANCE = 2e-6  # loop.py prints six decimals, and adds the fp32 losses of 5 steps in another order than the Trainer
 
 
+LOOP_WITH_SEEDS = f"""
+import sys
+sys.path.insert(0, {str(LOOP.parent)!r})
+import loop
+import torch
+loop.main()
+print("seed", torch.initial_seed())
+"""
+
+
 @uses(*WRAPPERS)
-def test_the_loop_without_the_trainer_has_the_losses_and_steps_of_train(run: Finished, train):
+def test_the_loop_without_the_trainer_has_the_losses_and_steps_of_train(run: Finished, train, bench):
     row = RUNS[run.job_id]
-    loop = train(f"loop_{run.job_id}", *row.arguments, script=LOOP, ranks=row.ranks, **row.settings)
+    script = bench.write("loop_with_seeds.py", LOOP_WITH_SEEDS)
+    loop = train(f"loop_{run.job_id}", *row.arguments, script=script, ranks=row.ranks, **row.settings)
     # If each rank trained alone on all questions, there would be more steps, but no error
     first_line = f"{WRAPPERS[run.job_id]}, ranks: {row.world}, steps: {run.record['train']['steps']}"
     assert first_line in loop.out.splitlines(), loop
     assert losses("loss", loop) == pytest.approx(run.step_losses, abs=TOLERANCE, rel=0), loop
     assert losses("eval_loss", loop) == pytest.approx(run.losses, abs=TOLERANCE, rel=0), loop
+    seeds = {str(42 + rank) for rank in range(row.world)}
+    assert {*re.findall(r"^seed (\d+)$", loop.out, re.MULTILINE)} == seeds, (
+        "all ranks would have the same dropout masks"
+    )
     assert not loop.output.exists()
 
 

@@ -15,6 +15,7 @@ from measure.speed import WARM_UP_STEPS, TrainSpeed
 from measure.utilisation import Utilisation
 from records.writer import RunRecord
 from stub_nvml import WATTS
+from training.callbacks import DropoutCallback
 from training.trainer import WorkshopTrainer
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -188,3 +189,14 @@ def test_the_end_of_a_step_reads_no_tensor_of_another_device():
     with Devices():
         WorkshopTrainer.end_step(trainer)
     assert Devices.found == {"meta"}
+
+
+@pytest.mark.parametrize(("ranks_of_a_group", "seeds"), [(1, [0, 43, 44, 45]), (2, [0, 0, 43, 43])])
+def test_only_the_ranks_of_a_tensor_group_share_their_random_numbers(ranks_of_a_group, seeds):
+    """Two nodes have two ranks each. The first group keeps the numbers of a run on one rank, here 0."""
+    callback = DropoutCallback(SimpleNamespace(get_tp_size=lambda: ranks_of_a_group))
+    for number, seed in enumerate(seeds):
+        torch.manual_seed(0)
+        args = SimpleNamespace(seed=42, process_index=number, local_process_index=number % 2)
+        callback.on_train_begin(args, None, None)
+        assert torch.initial_seed() == seed, number

@@ -175,6 +175,10 @@ CHANGED = {
     "--lora_rank 8": "lora_rank was 0, is 8",
     "--dataloader_drop_last": "dataloader_drop_last was False, is True",
     "--warmup_steps 10 --seed 3": "seed was 42, is 3, warmup_steps was 0, is 10.0",
+    # With --labels all, padding counts in the loss, and the hash of the tokens does not contain it
+    "--padding longest --optim sgd --max_grad_norm 9": "max_grad_norm was 1.0, is 9.0, optim was adamw_torch_fused, "
+    "is sgd, padding was max_length, is longest",
+    "--lr_scheduler_type cosine": "lr_scheduler_type was linear, is cosine",
 }
 
 

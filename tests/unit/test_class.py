@@ -14,26 +14,28 @@ from reporting.trainer_log import END, done_percent, last_error, log_end
 # submits 8 jobs with 12 GPUs: section 2 one job of 1 GPU, 6 two jobs of 1 and 2, 9 two of 1, 11 three of 2. The class
 # shares 10 jobs with 36 GPUs: section 6 two jobs of 4, 11 three of 4, 6 and 8, 19 five of 2. So 3, 10 and 17 pairs have
 # 24, 80 and 136 jobs with 36, 120 and 204 GPUs, and the shared ones. 16 GPUs run them, section by section, in
-# 1 + 1 + 1 + 2, 1 + 2 + 2 + 4 and 2 + 4 + 3 + 7 turns, and the shared ones in 3.
+# 1 + 1 + 1 + 2, 1 + 2 + 2 + 4 and 2 + 4 + 3 + 7 turns, and the shared ones in 3. On 4 GPUs the jobs of 3 pairs take
+# 1 + 3 + 2 + 5 turns, and the shared ones 6, without the two jobs of 6 and 8 GPUs.
 @pytest.mark.parametrize(
-    ("people", "needs"),
+    ("people", "gpus", "needs"),
     [
-        ("6 (3 pairs)", "34 | 72 | 8 | 72 | 24"),
-        ("20 (10 pairs)", "90 | 156 | 12 | 156 | 52"),
-        ("33 (17 pairs, one of a single person)", "146 | 240 | 19 | 240 | 80"),
+        ("6 (3 pairs)", 16, "34 | 72 | 8 | 72 | 24"),
+        ("6 (3 pairs)", 4, "32 | 58 | 17 | 58 | 19"),
+        ("20 (10 pairs)", 16, "90 | 156 | 12 | 156 | 52"),
+        ("33 (17 pairs, one of a single person)", 16, "146 | 240 | 19 | 240 | 80"),
     ],
 )
-def test_the_class_in_numbers(tmp_path, main_of, capsys, monkeypatch, people, needs):
+def test_the_class_in_numbers(tmp_path, main_of, capsys, monkeypatch, people, gpus, needs):
     monkeypatch.setenv("SBATCH_TIMELIMIT", "00:20:00")
     for job_id, end in (("1", "10:03:01"), ("2", "10:04:32")):
         add_run(tmp_path, "ddp/2_gpus", job_id, finished=f"2026-11-20T{end}+00:00")
     add_run(tmp_path, "ddp/1_gpus", "3", status="failed")
-    main_of(report, "--people", people.split()[0], tmp_path)
+    main_of(report, "--people", people.split()[0], "--gpus", gpus, tmp_path)
     shown = re.sub(" +", " ", capsys.readouterr().out)
-    assert shown.startswith(f"People: {people}\nGPUs: 16 (") and "\n| 2 baseline | " in shown
+    assert shown.startswith(f"People: {people}\nGPUs: {gpus} (") and "\n| 2 baseline | " in shown
     assert f"| All | {needs} |" in shown
     assert "| ddp/2_gpus | 2 | 4.5 (2 runs, AMD EPYC (2 cores), no GPU) |" in shown
-    assert "| ddp/1_gpus |" not in shown and "run: 23 of 24 experiments" in shown
+    assert "| ddp/1_gpus |" not in shown and f"run: {'23 of 24' if gpus == 16 else '21 of 22'} experiments" in shown
 
 
 def test_experiments_are_families_or_folders(refusal):

@@ -152,7 +152,7 @@ def test_a_quote_that_is_not_closed_costs_only_its_own_row(written):
 def test_a_torn_row_among_rows_of_several_lines_is_refused(written, refusal):
     """Its last line has as many cells as a row, and would be one with a wrong passage."""
     torn = f'"First line\n{CONTEXT},"How many?","eight"\n'
-    path = written(f'{NAMES}{torn}"{CONTEXT}\nMore.","How many?","eight"\n', "t.csv")
+    path = written(f'{NAMES}{torn}"{CONTEXT}\nMore.","How many?","eight"\n"{CONTEXT}",Why?,eight\n', "t.csv")
     line = refusal(lambda: read_file(path, skip=True))
     assert line.startswith(f"error: {path}: row 2: a quotation mark is not closed, so it is")
 

@@ -19,7 +19,7 @@ from reporting.definitions import PLOTS
 from reporting.plots import DRAWINGS
 from reporting.report_folder import OWN_RUNS, write_report
 from reporting.runs import find_runs
-from reporting.tables import Table, list_runs
+from reporting.tables import Table, differing_settings, list_runs
 from shared.paths import workshop_version
 from shared.units import MIB
 
@@ -132,6 +132,12 @@ def test_own_runs_are_named_by_their_method_and_show_what_differs(tmp_path):
     assert [name.partition("0.002, ")[2] for name in names[4:6]] == ["job 7", "job 4"]  # the two are equal
     assert "baseline, LEARNING_RATE 0.0001 8" in page.section("runs")
     assert ("psrecord" in page.section("own"), "psrecord" in page.section("runs")) == (False, True)
+
+
+def test_data_sets_of_equal_names_keep_their_folders(tmp_path):
+    for job, dataset in (("1", "a/x.csv"), ("2", "b/x.csv")):
+        add_run(tmp_path, "baseline", job, settings__dataset=dataset)
+    assert {*differing_settings(find_runs([tmp_path]))["DATASET"].values()} == {"a/x.csv", "b/x.csv"}
 
 
 def test_long_job_ids_are_short_in_tables(tmp_path):
@@ -358,7 +364,7 @@ def test_stacked_bars_show_what_a_rank_held_and_the_prediction(tmp_path, predict
     }
     (mark,) = axis.lines
     assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([29], [0])
-    assert axis.get_xlabel().endswith("(MiB)\nLeft out, a part was not measured: Stage 2.")
+    assert axis.get_xlabel().endswith("(MiB)\nLeft out, a part was not measured:\nStage 2.")
     looks = {part.get_label(): (to_hex(part[0].get_facecolor()), part[0].get_hatch()) for part in axis.containers}
     assert looks == {name: (PARTS[name]["color"], PARTS[name].get("hatch")) for name in looks}
 

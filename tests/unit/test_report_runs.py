@@ -309,6 +309,7 @@ def test_the_report_compares_what_stands_for_a_flag(tmp_path):
     add_run(tmp_path, "baseline", "1")
     (run,) = find_runs([tmp_path])
     assert {knob.compared_as for knob in FLAGS.values()} <= {"", "strategy", *traits(run)}
+    assert not {"train_size", "samples_per_gpu", "optim", "fp16", "bf16", "fsdp", "deepspeed"} & {*traits(run)}
 
 
 def uses_optimizer(name: str) -> dict:
