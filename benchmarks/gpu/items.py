@@ -52,7 +52,7 @@ class Item:
     """A program to run and measure.
 
     variables, flags: those of the program. steps: optimizer steps; 0: as many as the variables say. guard: seconds
-    until the item is killed. gpu_only: skip it with --cpu.
+    until the item is killed on a GPU. gpu_only: skip it with --cpu.
     """
 
     name: str

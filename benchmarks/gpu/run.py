@@ -28,6 +28,7 @@ from shared.errors import ENVIRONMENT, OneLineErrors, run_program
 
 RESULT = "RESULT "  # prefix of the lines of JSON that programs other than train.py print
 CPU_STEPS = 8  # --profile needs seven
+CPU_GUARD = 600  # seconds until an item is killed on a CPU, which may be slow or busy
 
 
 class Session:
@@ -47,7 +48,7 @@ class Session:
         if item.steps:
             words += ["--max_steps", str(min(item.steps, CPU_STEPS) if self.cpu else item.steps)]
         if self.cpu and item.program == "scripts/gpu_check.py":
-            words.append("--cpu")
+            words += ["--cpu", "--timeout", str(CPU_GUARD)]
         argv = [str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in [item.program, *words]]
         variables = self.environment | item.variables | ({"MAX_LENGTH": "128"} if self.cpu else {})
         variables["JOB_ID"] = item.name
@@ -117,7 +118,8 @@ def make_model(folder: Path, cpu: bool) -> None:
     random_model(config, 42).save_pretrained(folder)
     for name, sizes in SMOLLM2.items():
         sizes |= {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
-        sizes |= {"num_hidden_layers": 1, "hidden_size": 8 * sizes["num_attention_heads"]} if cpu else {}
+        if cpu:
+            sizes |= {"num_hidden_layers": 1, "hidden_size": 8 * sizes["num_attention_heads"], "vocab_size": tokens}
         folder.with_name(name).mkdir(exist_ok=True)
         (folder.with_name(name) / "config.json").write_text(json.dumps(sizes))
 
@@ -168,7 +170,7 @@ def main() -> None:
             left = ends - time.monotonic()
             row = {"name": item.name, "status": "skipped", "reason": "too little time is left"}
             if left > item.guard / 3:
-                row = session.run(item, min(left, item.guard))
+                row = session.run(item, min(left, CPU_GUARD if arguments.cpu else item.guard))
             rows.append(row)
             lines.write(json.dumps(row) + "\n")
             reason = f" ({row['reason']})" if "reason" in row else ""

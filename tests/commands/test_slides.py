@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from helpers import REPOSITORY
+from helpers import REPOSITORY, until
 
 COUNT = "document.querySelectorAll('section').length"
 AFTERNOON = yaml.safe_load((REPOSITORY / "experiments/agendas.yaml").read_text())["agendas"]["afternoon"]["rows"]
@@ -116,7 +116,7 @@ def test_a_click_and_a_swipe_move_through_the_slides(slides):
     for start, end, expected in ((900, 300, "#3"), (300, 900, "#2"), (900, 300, "#3")):
         for kind, touched in (("touchStart", [start]), ("touchMove", [end]), ("touchEnd", [])):
             slides.send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": 300} for x in touched])
-        assert slides.evaluate("location.hash") == expected
+        until(lambda page=expected: slides.evaluate("location.hash") == page)
     # A click on a link only follows the link, and a click keeps a selection, which somebody may want to copy
     slides.evaluate("""{ const slide = document.querySelector("section:target");
       slide.querySelector("a").click(); getSelection().selectAllChildren(slide); slide.click() }""")
