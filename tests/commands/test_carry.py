@@ -15,7 +15,7 @@ def test_the_folder_lists_each_file_and_holds_the_clone(tmp_path):
     for part in ("wheels", "huggingface"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "a file").write_text(part)
-    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  wheels/older\n")  # of an earlier run, with other files
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  wheels/older\n")  # an earlier run has left this list
     run(REPOSITORY / "environment/carry.sh", ".")
     listed = [line.split("  ")[1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines()]
     assert listed == ["huggingface/a file", "wheels/a file", "workshop.bundle"]

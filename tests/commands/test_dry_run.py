@@ -70,7 +70,7 @@ def test_estimate_at_a_site_without_gpus_describes_the_cpu_run(workshop):
 @pytest.mark.promise("commands work as printed", "each experiment sets its own knobs, also in a copy")
 @pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
 def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_path, family, monkeypatch):
-    """The site file, of version 2.0.0, sets no knobs, so the experiments keep their sizes. The estimates run here."""
+    """A site file of version 2.0.0 sets no knobs, so experiments keep their sizes. This process makes the estimates."""
     shutil.copy(REPOSITORY / "tests/data/runs_of_2.0.0/mycluster.sh", workshop / "experiments/sites")
     (tmp_path / "note.py").write_text(NOTE)
     program(tmp_path / "bin", "python", f"exec '{sys.executable}' '{tmp_path}/note.py' \"$@\"")

@@ -78,6 +78,6 @@ def test_the_demo_reports_missing_measurements(bench, place):
     done = demo(bench, place, PATH=path, code=1)
     assert done.out.count("  error: no second rank here\n  failed with exit code 7: read ") == 3
     assert re.search(r"^  missing: psrecord is not installed on ", done.out, re.MULTILINE)
-    assert re.search(r"^\| Peak CPU memory of a rank \(MiB\) +\| +[\d.]+ +\|  +\|", done.out, re.MULTILINE)
+    assert re.search(r"^\| Peak CPU memory of a rank \(MiB\) +\| +[\d.,]+ +\|  +\|", done.out, re.MULTILINE)
     assert "With curves, in a browser: build/demo-" in done.out
     assert "Only 1 of 4 training runs finished" in done.out and "are equal" not in done.out
