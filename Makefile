@@ -76,7 +76,7 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# The further cases of tests of which `test` tries one of each kind: moments of a fault, methods, fp16, LoRA, estimates
+# Slow tests, and further cases of those that `test` tries once: moments of a fault, methods, fp16, LoRA, estimates
 test-faults: .venv/installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadscope -m faults tests
 

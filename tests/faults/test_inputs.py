@@ -79,7 +79,7 @@ def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: 
     bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
 
 
-@pytest.mark.parametrize("size", [16, 200])
+@pytest.mark.parametrize("size", [16, pytest.param(200, marks=pytest.mark.faults)])
 def test_a_full_cache_is_one_error_line_that_names_the_cache(bench: Bench, size):
     """A disk of 16 KiB is full when the file has been read, and a disk of 200 KiB when its questions are tokenised."""
     with bench.small_disk("cache", size * 2**10):

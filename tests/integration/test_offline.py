@@ -138,13 +138,17 @@ OFFLINE = (
 REFUSED = "127.0.0.1 ({}) cannot be reached ([Errno 111] Connection refused)"
 NETWORK_FAULTS = {
     "no network": ({"HF_ENDPOINT": UNREACHABLE}, OFFLINE.format(REFUSED.format("HF_ENDPOINT"))),
-    "a closed proxy": ({"HTTPS_PROXY": UNREACHABLE}, OFFLINE.format(REFUSED.format("HTTPS_PROXY"))),
+    "a closed proxy": pytest.param(
+        {"HTTPS_PROXY": UNREACHABLE}, OFFLINE.format(REFUSED.format("HTTPS_PROXY")), marks=pytest.mark.faults
+    ),
     "a proxy that refuses": (
         {"HTTPS_PROXY": "HUB"},
         "--model_name: bigscience/bloom-560m cannot be loaded from the Hub (...501 Unsupported method ('CONNECT')); "
         "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT",
     ),
-    "the network is switched off": ({"HF_HUB_OFFLINE": "1"}, OFFLINE.format("HF_HUB_OFFLINE is set")),
+    "the network is switched off": pytest.param(
+        {"HF_HUB_OFFLINE": "1"}, OFFLINE.format("HF_HUB_OFFLINE is set"), marks=pytest.mark.faults
+    ),
 }
 
 

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from cluster import run as run_command
 from helpers import RUN_TIMEOUT, until
 from jobs import Lab
@@ -45,6 +47,7 @@ def test_preflight_runs_one_job_per_launcher_and_reports_failures(editable_lab):
     assert editable_lab.unfinished() == []
 
 
+@pytest.mark.faults
 def test_jobs_that_do_not_start_are_cancelled_at_the_time_limit_and_at_sigterm(editable_lab):
     """A wrong value ends the dry runs at once, which would take most of the time."""
     wrong = editable_lab.environment(RANKS_PER_GPU="none")

@@ -169,8 +169,9 @@ def test_a_completed_job_that_slurm_starts_again_stays_completed(undisturbed):
     assert (job.state, job.code, job.log, after) == ("COMPLETED", 0, log, before), str(job)
 
 
+@pytest.mark.faults
 @pytest.mark.promise("reliability 9")
-@pytest.mark.parametrize("range_given", [True, pytest.param(False, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("range_given", [True, False])
 def test_a_job_continues_on_the_node_that_is_left(range_given, editable_lab, undisturbed):
     """One of two nodes crashes and stays down. docs/reliability.md has the same two ways to continue on one node.
 
