@@ -52,6 +52,7 @@ def test_items_have_names_of_their_own_and_the_first_four_minutes_decide():
     assert {row for item in run.GROUPS["ranks"] for row in item.flags.split(" --rows ")[1].split()} <= rows
 
 
+@pytest.mark.faults
 def test_the_benchmark_of_the_cpu_starts_its_children_and_prints_its_table(tmp_path):
     words = [sys.executable, str(REPOSITORY / "benchmarks/training.py")]
     words += ["--model", "tiny", "--repeats", "1", "--rows", "all"]

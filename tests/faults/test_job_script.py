@@ -27,6 +27,8 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
 print("begun", flush=True)
 """
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.05)"
+# Unlike pause(), it ends if a signal comes when the kernel has thawed the process, and has not yet resumed the call
+FOREVER = "while True: time.sleep(0.05)"
 PROCESS, GROUP = os.kill, os.killpg
 
 
@@ -184,8 +186,8 @@ def test_two_jobs_with_one_id(bench: Bench, variables):
 def test_a_thawed_attempt_changes_nothing_of_the_next_one(bench: Bench):
     """The nodes of the first attempt hang, and Slurm restarts the job on other nodes. Then the first nodes continue."""
     variables = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "REQUEUE": 1}
-    first = start(bench, "open('here', 'w').write(os.environ['RUN_DIR']); signal.pause()", **variables)
-    first.until((first.folder / "here").exists)
+    first = start(bench, f"open('here', 'w').write(os.environ['RUN_DIR'])\n{FOREVER}", **variables)
+    first.until(lambda: (first.folder / "here").exists() and (first.folder / "here").read_text())
     os.killpg(first.pids[0], signal.SIGSTOP)
     second = start(bench, f"open('here2', 'w')\n{UNTIL_GO}", SLURM_RESTART_COUNT=1, **variables)
     second.until((second.folder / "here2").exists)

@@ -13,6 +13,7 @@ ROW = "full_shard"
 SCRIPT = {"script": "scripts/gpu_check.py", "launcher": "python"}
 
 
+@pytest.mark.faults
 def test_a_row_is_trained_saved_loaded_and_scored(train, workplace):
     first = train("first", "--cpu", "--rows", ROW, "--timeout", 1, **SCRIPT, code=3)
     assert f"{ROW}: failed (error: time: still running after 1 s" in first.log

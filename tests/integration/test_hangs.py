@@ -95,6 +95,7 @@ def flight_records(run: Finished) -> dict[str, list[dict]]:
     return {path.stem: json.loads(path.read_text())["entries"] for path in sorted(folder.glob("rank_*.json"))}
 
 
+@pytest.mark.faults
 @pytest.mark.promise("when a run hangs, each rank that still runs leaves its last collectives")
 def test_two_ranks_that_wait_in_different_collectives_leave_their_flight_records(train):
     variables = {"BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
