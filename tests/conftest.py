@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for promise in sorted(tests):
             print(promise, *sorted(tests[promise]), sep="\n    ")
         items.clear()
-    first = ["cluster", "table"]
+    first = ["cluster", "table", str(TESTS / "integration/test_rehearse.py")]  # the longest groups
     items.sort(key=lambda item: first.index(group) if (group := group_of(item.nodeid)) in first else len(first))
 
 
