@@ -27,7 +27,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
 print("begun", flush=True)
 """
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.05)"
-# Unlike pause(), it ends if a signal comes when the kernel has thawed the process, and has not yet resumed the call
+# In place of signal.pause(), which would miss a signal that comes right after SIGCONT
 FOREVER = "while True: time.sleep(0.05)"
 PROCESS, GROUP = os.kill, os.killpg
 

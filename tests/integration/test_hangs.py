@@ -34,7 +34,7 @@ def hang(self, args, state, control, **kwargs):
 WatchdogCallback.on_step_begin = hang
 """
 HOST = re.escape(socket.gethostname())
-LINE = r"(<frozen )?\S+:\d+ \S+"  # the name of a function can be <genexpr>
+LINE = r"(<frozen )?\S+:\d+ \S+"  # a file can be <frozen genericpath>, a function <genexpr>
 
 
 def error_line(run: Finished) -> str:
